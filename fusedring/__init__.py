@@ -1,0 +1,26 @@
+"""Gradient averaging for data-parallel training: a fused ring all-reduce, and the module wrapper that drives it."""
+
+import sys
+
+if sys.platform != "linux":
+    raise ImportError(f"fusedring runs on Linux only (memfd, futex, peer-mapped GPU memory); this is {sys.platform}")
+
+from fusedring.collectives import Work, all_gather, all_reduce, close, empty, reduce_scatter
+from fusedring.ddp import FusedRingDDP
+from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, PeerLostError
+from fusedring.version import __version__
+
+__all__ = [
+    "CollectiveTimeoutError",
+    "FusedRingDDP",
+    "FusedRingError",
+    "MismatchError",
+    "PeerLostError",
+    "Work",
+    "__version__",
+    "all_gather",
+    "all_reduce",
+    "close",
+    "empty",
+    "reduce_scatter",
+]

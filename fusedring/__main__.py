@@ -1,0 +1,7 @@
+"""`python -m fusedring`."""
+
+import sys
+
+from fusedring.cli import main
+
+sys.exit(main())

@@ -1,0 +1,111 @@
+"""Which gradient lives where: buckets of one dtype, and each parameter's view into its bucket.
+
+Parameters are packed in reverse order of registration, since backward produces gradients roughly in that order, so a
+bucket fills early. A gradient starts at a multiple of 16 elements; the padding stays zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusedring.config import DTYPES
+from fusedring.plan import ALIGNMENT
+
+_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+@dataclass(slots=True)
+class Entry:
+    """One parameter's place: `view` has the parameter's shape and, where they are dense, its strides."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    view: torch.Tensor
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Gradients that are reduced by one launch: entry views into the one-dimensional `flat`."""
+
+    flat: torch.Tensor
+    entries: list[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """A bucket before it has memory. members: indices of parameters; offsets: where each begins, in elements."""
+
+    dtype: torch.dtype
+    members: tuple[int, ...]
+    offsets: tuple[int, ...]
+    elements: int
+
+
+def lay_out(
+    parameters: Sequence[tuple[str, torch.nn.Parameter]], cap_bytes: int, first_cap_bytes: int
+) -> list[BucketLayout]:
+    """Pack parameters into buckets of about `cap_bytes`, the first of each dtype of about `first_cap_bytes`.
+
+    A bucket is closed by the parameter that reaches its cap, as torch's DDP does. Buckets come in the order in which
+    their last gradient is expected. Raises ValueError naming a parameter whose dtype cannot be reduced.
+    """
+    filling: dict[torch.dtype, list[int]] = {}
+    closed: list[list[int]] = []
+    caps: dict[torch.dtype, int] = {}
+    for index in reversed(range(len(parameters))):
+        name, parameter = parameters[index]
+        dtype = _reduced_dtype(name, parameter)
+        members = filling.setdefault(dtype, [])
+        members.append(index)
+        if sum(parameters[i][1].nbytes for i in members) >= caps.get(dtype, first_cap_bytes):
+            closed.append(filling.pop(dtype))
+            caps[dtype] = cap_bytes
+    closed.extend(filling.values())
+    # Within a dtype members only go down, so a bucket is complete once its lowest index has its gradient.
+    closed.sort(key=lambda members: -members[-1])
+    return [_lay_out_one(parameters, members) for members in closed]
+
+
+def bind(layout: BucketLayout, parameters: Sequence[tuple[str, torch.nn.Parameter]], flat: torch.Tensor) -> Bucket:
+    """Give a layout its memory: `flat`, of layout.dtype and layout.elements elements, is zeroed."""
+    flat.zero_()
+    entries = [
+        Entry(*parameters[index], _view_for(parameters[index][1], flat, offset))
+        for index, offset in zip(layout.members, layout.offsets, strict=True)
+    ]
+    return Bucket(flat, entries)
+
+
+def _reduced_dtype(name: str, parameter: torch.Tensor) -> torch.dtype:
+    dtype = _REAL.get(parameter.dtype, parameter.dtype)
+    if dtype not in DTYPES:
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}, and gradients of that dtype cannot be reduced: convert it to "
+            f"one of {', '.join(map(str, DTYPES))} or set requires_grad=False"
+        )
+    return dtype
+
+
+def _lay_out_one(parameters: Sequence[tuple[str, torch.nn.Parameter]], members: list[int]) -> BucketLayout:
+    offsets, end = [], 0
+    for index in members:
+        name, parameter = parameters[index]
+        offsets.append(end)
+        reals = parameter.numel() * (2 if parameter.is_complex() else 1)
+        end += -(-reals // ALIGNMENT) * ALIGNMENT
+    return BucketLayout(_reduced_dtype(name, parameter), tuple(members), tuple(offsets), end)
+
+
+def _view_for(parameter: torch.Tensor, flat: torch.Tensor, offset: int) -> torch.Tensor:
+    elements = parameter.numel()
+    if parameter.is_complex():
+        run = torch.view_as_complex(flat[offset : offset + 2 * elements].view(elements, 2))
+    else:
+        run = flat[offset : offset + elements]
+    # empty_like keeps the strides of a tensor that has neither gaps nor overlaps, and only of such a one.
+    if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        return run.as_strided(parameter.size(), parameter.stride())
+    return run.view(parameter.size())

@@ -1,0 +1,23 @@
+"""The `fusedring` command. Each subcommand is a module here with `add_arguments` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from fusedring.cli import demo
+from fusedring.version import __version__
+
+_COMMANDS = {"demo": demo}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the process's exit code."""
+    parser = argparse.ArgumentParser(prog="fusedring", description="Fused ring all-reduce for data-parallel training")
+    parser.add_argument("--version", action="version", version=f"fusedring {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in _COMMANDS.items():
+        summary = (module.__doc__ or "").partition("\n")[0]
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    options = parser.parse_args(arguments)
+    return _COMMANDS[options.command].run(options)

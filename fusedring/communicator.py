@@ -1,0 +1,253 @@
+"""One process group's workspace and engine, and the order in which it launches.
+
+Everything that a group does together goes through its communicator, one task at a time, in the order in which the
+program asked. A task that nobody waits for yet runs on the communicator's thread, which the first such task starts; one
+that is waited for runs in the calling thread, unless others are queued before it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from fusedring.config import check_timeout
+from fusedring.errors import CollectiveTimeoutError, MismatchError
+from fusedring.host_engine import HostEngine, Outcome
+from fusedring.launch import Launch
+from fusedring.rendezvous import Rendezvous, group_timeout
+from fusedring.workspace import open_workspace
+
+ONE_SHOT_BYTES = 32 << 10
+"""Up to this tensor size 'auto' means one_shot, above it two_shot (see benchmarks/collectives.py)."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Launches that belong together: after one of them failed, the others are not run."""
+
+    error: BaseException | None = None
+
+
+class Work:
+    """A collective under way, as `torch.distributed.Work`."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._value: Any = None
+        self._ended = 0.0
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end, then True.
+
+        Raises what went wrong, or CollectiveTimeoutError if it has not ended after `timeout` seconds; it goes on then.
+        """
+        check_timeout(timeout)
+        if not self._finished.wait(timeout):
+            raise CollectiveTimeoutError(f"the collective has not ended after {timeout:g} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def result(self) -> torch.Tensor:
+        """The tensor that the collective gives, once it has ended. Raises what `wait` raises."""
+        self.wait()
+        return self._tensor
+
+    @property
+    def outcome(self) -> Outcome:
+        """When the transfer began, and the ranks' notes; after a successful wait."""
+        assert isinstance(self._value, Outcome)
+        return self._value
+
+    @property
+    def ended(self) -> float:
+        """time.perf_counter() at the end."""
+        return self._ended
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    act: Callable[[], Any]
+    work: Work
+    batch: Batch = field(default_factory=Batch)
+
+
+class Communicator:
+    """What one process group (None: a lone process) does together. Made by `communicator_of`."""
+
+    def __init__(self, group: dist.ProcessGroup | None, *, timeout: float | None) -> None:
+        self.default_timeout = group_timeout(group)
+        limit = timeout or self.default_timeout
+        self.rendezvous = Rendezvous(group)
+        self.rank, self.world_size = self.rendezvous.rank, self.rendezvous.world_size
+        self._workspace = open_workspace(self.rendezvous, timeout=limit)
+        # 'auto' means what group rank 0's table says, on all ranks.
+        tables = self.rendezvous.exchange(ONE_SHOT_BYTES, timeout=limit, purpose="agree on algorithms")
+        self._one_shot_bytes = int(tables[0])
+        self._engine = HostEngine(self._workspace)
+        self._turn = threading.Lock()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._queued = 0
+        self._counting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self.closed = False
+
+    def resolve(self, algorithm: str, nbytes: int) -> str:
+        """`algorithm`, or what 'auto' stands for with a tensor of `nbytes` bytes."""
+        if algorithm != "auto":
+            return algorithm
+        return "one_shot" if nbytes <= self._one_shot_bytes else "two_shot"
+
+    def allocate(self, nbytes: int, *, timeout: float | None) -> torch.Tensor:
+        """`nbytes` bytes of workspace at every rank, as uint8 (collective)."""
+        limit = timeout or self.default_timeout
+        memory: torch.Tensor = self._in_order(lambda: self._workspace.allocate(nbytes, timeout=limit))
+        return memory
+
+    def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float | None) -> None:
+        """Execute `launch` on the flat `tensor` and return when it has ended."""
+        limit = timeout or self.default_timeout
+        self._in_order(lambda: self._engine.run(launch, tensor, timeout=limit))
+
+    def submit(
+        self,
+        launch: Launch,
+        tensor: torch.Tensor,
+        *,
+        result: torch.Tensor,
+        timeout: float | None,
+        batch: Batch | None = None,
+    ) -> Work:
+        """Queue `launch` on the flat `tensor`; the Work gives `result`."""
+        limit, work = timeout or self.default_timeout, Work(result)
+        self._enqueue(
+            _Task(lambda: self._engine.run(launch, tensor, timeout=limit), work, batch or Batch()),
+        )
+        return work
+
+    def close(self) -> None:
+        """Finish what is queued, then let go of thread and memory. Not collective."""
+        if self._thread is not None and self._thread.is_alive():
+            self._tasks.put(None)
+            self._thread.join()
+        self.closed = True
+        self._workspace.close()
+
+    def abandon(self) -> None:
+        """Let go of the memory at once. What is queued fails, and peers that wait for this rank are told."""
+        self.closed = True
+        self._workspace.close()
+        if self._thread is not None:
+            self._tasks.put(None)
+            self._thread.join(timeout=1)
+
+    def _in_order(self, act: Callable[[], Any]) -> Any:
+        with self._counting:
+            queued = self._queued
+        if queued:
+            task = _Task(act, Work(torch.empty(0)))
+            self._enqueue(task)
+            task.work.wait()
+            return task.work._value
+        with self._turn:
+            return self._guarded(act)
+
+    def _enqueue(self, task: _Task) -> None:
+        with self._counting:
+            self._queued += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="fusedring", daemon=True)
+                self._thread.start()
+        self._tasks.put(task)
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                if task.batch.error is not None:
+                    raise task.batch.error
+                with self._turn:
+                    task.work._value = self._guarded(task.act)
+            except BaseException as error:  # raised by wait(), in the thread that asked
+                task.work._error = task.batch.error = error
+            task.work._ended = time.perf_counter()
+            with self._counting:
+                self._queued -= 1
+            task.work._finished.set()
+
+    def _guarded(self, act: Callable[[], Any]) -> Any:
+        """A task that ends half-way makes the workspace unusable on all ranks; a mismatch changed nothing."""
+        try:
+            return act()
+        except MismatchError:
+            raise
+        except BaseException as error:
+            self._workspace.fail(error)
+            raise
+
+
+_communicators: dict[dist.ProcessGroup | None, Communicator] = {}
+
+
+def communicator_of(group: dist.ProcessGroup | None = None, *, timeout: float | None = None) -> Communicator:
+    """The communicator of a process group (None: the default group, or a lone process where there is none).
+
+    The first call for a group is collective and bounded by `timeout` seconds. Raises RuntimeError where several
+    processes were started but no process group exists, ValueError if this rank is not in the group.
+    """
+    for old in [g for g in _communicators if g is not None and g not in distributed_c10d._world.pg_map]:
+        _communicators.pop(old).abandon()  # destroyed since
+    group = _resolve(group)
+    if group not in _communicators:
+        _communicators[group] = Communicator(group, timeout=timeout)
+    return _communicators[group]
+
+
+def close(group: dist.ProcessGroup | None = None) -> None:
+    """Finish what a group (None: the default group) has queued, and let go of its workspace and thread.
+
+    Not collective, but call it on all ranks: peers that still wait for this rank get a PeerLostError. Tensors from
+    `empty` stay readable. The group's next collective opens a new workspace.
+    """
+    communicator = _communicators.pop(_resolve(group), None)
+    if communicator is not None:
+        communicator.close()
+
+
+def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if group is None and not dist.is_initialized():
+        world = os.environ.get("WORLD_SIZE", "1")
+        if world != "1":
+            raise RuntimeError(
+                f"WORLD_SIZE is {world} but there is no process group: call torch.distributed.init_process_group first"
+            )
+        return None
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"this rank is not a member of the process group it passed (got {group!r})")
+    return group
+
+
+@atexit.register
+def _abandon_all() -> None:
+    while _communicators:
+        _communicators.popitem()[1].abandon()
+
+
+# A forked child must not speak for its parent.
+os.register_at_fork(after_in_child=_communicators.clear)

@@ -1,0 +1,104 @@
+"""What a user may choose, checked in one place."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from fusedring.plan import ALGORITHMS
+
+Op = Literal["avg", "sum"]
+Engine = Literal["auto", "host", "triton"]
+WireDtype = Literal["fp16", "bf16"] | torch.dtype | None
+
+OPS: tuple[Op, ...] = get_args(Op)
+ENGINES: tuple[Engine, ...] = get_args(Engine)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_WIRES = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class RingConfig:
+    """How tensors are reduced.
+
+    wire_dtype: what crosses between ranks; None keeps the tensor's own dtype, otherwise torch.float16 or torch.bfloat16
+        (given as such, or as 'fp16' or 'bf16').
+    algorithm: 'auto' or one of `fusedring.plan.ALGORITHMS`.
+    engine: 'auto', 'host' or 'triton'.
+    timeout: seconds without progress in one wait after which a collective fails; None takes the process group's own.
+    """
+
+    wire_dtype: WireDtype = None
+    algorithm: str = "auto"
+    engine: str = "auto"
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "wire_dtype", check_wire_dtype(self.wire_dtype))
+        if self.algorithm not in ("auto", *ALGORITHMS):
+            raise ValueError(f"algorithm must be one of auto, {', '.join(ALGORITHMS)}, got {self.algorithm!r}")
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
+        check_timeout(self.timeout)
+
+    @property
+    def wire(self) -> torch.dtype | None:
+        """`wire_dtype` as a torch dtype."""
+        assert self.wire_dtype is None or isinstance(self.wire_dtype, torch.dtype)
+        return self.wire_dtype
+
+
+def check_wire_dtype(wire_dtype: WireDtype) -> torch.dtype | None:
+    """The torch dtype that a wire name stands for. Raises ValueError that lists the names."""
+    if isinstance(wire_dtype, torch.dtype) and wire_dtype in _WIRES.values():
+        return wire_dtype
+    if wire_dtype is None or (isinstance(wire_dtype, str) and wire_dtype in _WIRES):
+        return _WIRES[wire_dtype]
+    raise ValueError(f"wire_dtype must be None, 'fp16', 'bf16', torch.float16 or torch.bfloat16, got {wire_dtype!r}")
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raises ValueError unless `timeout` is None or a positive number of seconds."""
+    valid = timeout is None or (isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0)
+    if not valid:
+        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raises ValueError for a dtype that no engine reduces."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
+
+
+def check_engine(engine: str, device: torch.device) -> None:
+    """Raises ValueError unless `engine` runs on `device` in this version."""
+    if device.type != "cpu":
+        raise ValueError(
+            f"the tensor is on {device}, and this version reduces tensors in host memory only: move it with .cpu()"
+        )
+    if engine == "triton":
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        raise ValueError(
+            "engine 'triton' is not part of this version"
+            if interpreted
+            else "engine 'triton' reduces CPU tensors only under Triton's interpreter (TRITON_INTERPRET=1)"
+        ) from None
+
+
+def scale_factor(op: str, scale: float | None, world_size: int, dtype: torch.dtype) -> float:
+    """The one factor that every contribution is multiplied by: `scale`, divided by `world_size` for 'avg'.
+
+    It is rounded to float32 (float64 for float64 tensors), so that every engine multiplies by the same number.
+    """
+    if op not in OPS:
+        raise ValueError(f"op must be one of {', '.join(OPS)}, got {op!r}")
+    if scale is not None and not isinstance(scale, (int, float)):
+        raise ValueError(f"scale must be a number or None, got {scale!r}")
+    factor = 1.0 if scale is None else float(scale)
+    if op == "avg":
+        factor /= world_size
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    return float(torch.tensor(factor, dtype=torch.float64).to(accumulate))

@@ -1,0 +1,316 @@
+"""FusedRingDDP: the module wrapper that keeps replicas in step by averaging their gradients during backward."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import json
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+from fusedring.buckets import bind, lay_out
+from fusedring.communicator import Communicator, communicator_of
+from fusedring.config import RingConfig, WireDtype, check_engine
+from fusedring.errors import MismatchError
+from fusedring.log import logger
+from fusedring.scheduler import Scheduler
+from fusedring.trace import StepReport
+
+DEFAULT_BUCKET_MB = 25.0
+FIRST_BUCKET_MB = 1.0
+"""With the default cap the first bucket is small, so that communication starts early. Both are torch's numbers."""
+
+_BROADCAST_BYTES = 250 << 20
+
+
+class FusedRingDDP(nn.Module):
+    """Data parallelism as `torch.nn.parallel.DistributedDataParallel`: change one line, train as before.
+
+    Every rank runs the same module on its own part of the batch; at the end of `backward()` every parameter's `.grad`
+    is the mean over the ranks, the same bits everywhere. Averaging overlaps backward, bucket by bucket.
+
+    module: the module to wrap, the same on all ranks, with all parameters in host memory. Its parameters and buffers
+        are overwritten by rank 0's.
+    device_ids, output_device: None, since the module is in host memory.
+    broadcast_buffers: send rank 0's buffers to all ranks before every synced forward.
+    init_sync: check and broadcast the module's state now.
+    process_group: None is the default group.
+    bucket_cap_mb: MiB of gradients per launch; None is 25 with a first bucket of 1.
+    find_unused_parameters: True expects parameters to go without a gradient now and then. A parameter that only some
+        ranks used gets the mean, with zero for the others; one that no rank used keeps its `.grad`. If False, the same
+        happens, but a warning names the parameters and the next forward raises RuntimeError.
+    gradient_as_bucket_view: `.grad` is a view into the bucket (the default here, unlike in torch's class): gradients
+        are not copied back, and zero_grad(set_to_none=False) saves the copy into the bucket as well.
+    static_graph: accepted; nothing depends on it.
+    wire_dtype, algorithm, engine, timeout: as for `fusedring.all_reduce`.
+
+    Raises RuntimeError for a module without trainable parameters or with uninitialised ones, ValueError for wrong
+    arguments (naming a parameter whose gradient cannot be reduced), MismatchError with the same text on every rank if
+    the ranks' modules or options differ.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: None = None,
+        output_device: None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        *,
+        wire_dtype: WireDtype = None,
+        algorithm: str = "auto",
+        engine: str = "auto",
+        timeout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = RingConfig(wire_dtype, algorithm, engine, timeout)
+        if device_ids or output_device is not None:
+            raise ValueError(
+                f"device_ids and output_device must be None for a module in host memory, "
+                f"got {device_ids} and {output_device}"
+            )
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be positive or None, got {bucket_cap_mb!r}")
+        self.module = module
+        self.dim = dim
+        self.broadcast_buffers = broadcast_buffers
+        self.process_group = process_group
+        self.bucket_cap_mb = bucket_cap_mb
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_backward_grad_sync = True
+        self._check_module()
+        self._start_locally()
+        self._open(init_sync)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module. Whether the next backward is synced is decided here (see `no_sync`)."""
+        self._before_forward()
+        try:
+            output = self.module(*inputs, **kwargs)
+        except BaseException:
+            if self._synced:
+                self._scheduler_or_open().skip()
+            raise
+        if self._synced:
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
+                    leaf.register_hook(self._on_backward)  # type: ignore[no-untyped-call]
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally: a backward after a forward in this context averages nothing.
+
+        The first backward after a forward outside of it averages everything that was accumulated.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def report(self) -> StepReport | None:
+        """What the last synced backward did and when; None before the first."""
+        return self._scheduler.report if self._scheduler is not None else None
+
+    # Opening
+
+    def _check_module(self) -> None:
+        """What torch's class checks, with its exception types."""
+        name = type(self).__name__
+        named = list(self.module.named_parameters())
+        if any(is_lazy(parameter) for _, parameter in named):
+            raise RuntimeError(
+                f"Modules with uninitialized parameters can't be used with `{name}`. "
+                "Run a dummy forward pass to correctly initialize the modules"
+            )
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise RuntimeError(
+                f"{name} is not needed when a module doesn't have any parameters that require a gradient."
+            )
+        for parameter_name, parameter in named:
+            try:
+                check_engine(self.config.engine, parameter.device)
+            except ValueError as error:
+                raise ValueError(f"parameter {parameter_name}: {error}") from None
+        for module_name, module in self.module.named_modules():
+            if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                raise ValueError(
+                    f"parameter {f'{module_name}.weight'.lstrip('.')} has sparse gradients, which cannot be reduced: "
+                    "make the embedding with sparse=False"
+                )
+
+    def _trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def _start_locally(self) -> None:
+        """The state that is this rank's own, and starts anew in a copy of the wrapper."""
+        self._scheduler: Scheduler | None = None
+        self._synced = True
+        self._callback_queued = False
+        self._backward_start = 0.0
+        self._unfinished = ""
+        for index, (_, parameter) in enumerate(self._trainable()):
+            hook = functools.partial(self._on_gradient, index)
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _open(self, init_sync: bool) -> Scheduler:
+        """Agree with the other ranks and get memory for the buckets (collective)."""
+        trainable = self._trainable()
+        cap = DEFAULT_BUCKET_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
+        first_cap = FIRST_BUCKET_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
+        layouts = lay_out(trainable, int(cap * (1 << 20)), int(first_cap * (1 << 20)))
+        communicator = communicator_of(self.process_group, timeout=self.config.timeout)
+        self._check_agreement(communicator)
+        if init_sync:
+            self._broadcast([*self.module.parameters(), *self.module.buffers()])
+        offsets, end = [], 0
+        for layout in layouts:
+            offsets.append(end)
+            end += -(-layout.elements * layout.dtype.itemsize // 64) * 64
+        memory = communicator.allocate(end, timeout=self.config.timeout)
+        buckets = [
+            bind(layout, trainable, memory[at : at + layout.elements * layout.dtype.itemsize].view(layout.dtype))
+            for at, layout in zip(offsets, layouts, strict=True)
+        ]
+        self._places = {
+            index: (b, position) for b, layout in enumerate(layouts) for position, index in enumerate(layout.members)
+        }
+        self._scheduler = Scheduler(communicator, buckets, self.config, grad_is_view=self.gradient_as_bucket_view)
+        logger.info("%d buckets, %d bytes, world size %d", len(buckets), end, communicator.world_size)
+        return self._scheduler
+
+    def _check_agreement(self, communicator: Communicator) -> None:
+        """Raises MismatchError, with the same text everywhere, where ranks wrapped different things."""
+        mine = [[name, str(p.dtype), list(p.shape), p.requires_grad] for name, p in self.module.named_parameters()]
+        mine.append(["options", str(self.config), [self.bucket_cap_mb], self.find_unused_parameters])
+        digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+        limit = self.config.timeout or communicator.default_timeout
+        purpose = f"wrap a module in {type(self).__name__}"
+        if len(set(communicator.rendezvous.exchange(digest, timeout=limit, purpose=purpose))) == 1:
+            return
+        everyone = communicator.rendezvous.exchange(mine, timeout=limit, purpose=purpose)
+        for at in range(max(map(len, everyone))):
+            entries = [entries[at] if at < len(entries) else None for entries in everyone]
+            if any(entry != entries[0] for entry in entries):
+                sides = "; ".join(f"rank {rank}: {_in_words(entry)}" for rank, entry in enumerate(entries))
+                raise MismatchError(
+                    f"the ranks wrapped different modules or options ({sides}). Build the same model on every rank"
+                )
+
+    def _broadcast(self, tensors: list[Any]) -> None:
+        """Rank 0's values to all. By way of `.data`: graphs that saved an earlier value stay usable."""
+        group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+        if group is not None and dist.get_world_size(group) > 1 and tensors:
+            _broadcast_coalesced(group, [t.data for t in tensors], _BROADCAST_BYTES, 0)
+
+    def _scheduler_or_open(self) -> Scheduler:
+        if self._scheduler is None or self._scheduler.closed:
+            return self._open(init_sync=False)
+        return self._scheduler
+
+    # Training
+
+    def _before_forward(self) -> None:
+        self._callback_queued = False
+        if self._scheduler is not None and self._scheduler.in_step:
+            self._scheduler.abandon()
+        if self._unfinished:
+            text, self._unfinished = self._unfinished, ""
+            raise RuntimeError(text)
+        if not torch.is_grad_enabled():
+            return
+        self._synced = self.require_backward_grad_sync
+        if self._synced:
+            self._scheduler_or_open()
+            if self.broadcast_buffers:
+                self._broadcast(list(self.module.buffers()))
+
+    def _on_backward(self, _: torch.Tensor) -> None:
+        """The first gradient of the outermost backward: have `_on_backward_end` called at its end."""
+        if self._synced and not self._callback_queued:
+            self._callback_queued = True
+            self._backward_start = time.perf_counter()
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        """A parameter's gradient has been accumulated into `.grad`."""
+        if not self._synced:
+            return
+        self._on_backward(parameter)
+        bucket, position = self._places[index]
+        self._scheduler_or_open().ready(bucket, position, self._backward_start)
+
+    def _on_backward_end(self) -> None:
+        self._callback_queued = False
+        scheduler = self._scheduler
+        if scheduler is None or not scheduler.in_step:
+            return
+        missing = scheduler.finish()
+        if missing and not self.find_unused_parameters:
+            names = ", ".join(missing)
+            self._unfinished = (
+                "Expected to have finished reduction in the prior iteration before starting a new one. This error "
+                "indicates that your module has parameters that were not used in producing loss. You can enable unused "
+                "parameter detection by passing the keyword argument `find_unused_parameters=True`. Parameters without "
+                f"a gradient on some rank: {names}"
+            )
+            warnings.warn(
+                f"no gradient on some rank for {names}: it counted as zero there. The next forward will raise; pass "
+                "find_unused_parameters=True if this is meant",
+                stacklevel=2,
+            )
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but what ties the wrapper to its ranks."""
+        state = dict(self.__dict__)
+        for name in ("_scheduler", "_places", "process_group"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy opens its buckets at its first synced forward, in the default group."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.process_group = None
+        self._start_locally()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        new.process_group = self.process_group
+        return new
+
+
+def _in_words(entry: list[Any] | None) -> str:
+    if entry is None:
+        return "no such parameter"
+    name, kind, shape, flag = entry
+    if name == "options":
+        return f"{kind}, bucket_cap_mb={shape[0]}, find_unused_parameters={flag}"
+    return f"{name} {kind.removeprefix('torch.')} {shape}" + ("" if flag else " (requires_grad=False)")

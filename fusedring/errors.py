@@ -1,0 +1,22 @@
+"""What fusedring raises. Wrong arguments are plain `ValueError`; everything below happens while ranks work together."""
+
+
+class FusedRingError(RuntimeError):
+    """Base class: the ranks could not do what was asked, and the message says which rank and what to do."""
+
+
+class CollectiveTimeoutError(FusedRingError, TimeoutError):
+    """A rank made no progress for `timeout` seconds. The group's workspace stays unusable until all ranks close it."""
+
+
+class PeerLostError(FusedRingError):
+    """A rank's process ended, or closed its workspace, while others still waited for it."""
+
+
+class MismatchError(FusedRingError, ValueError):
+    """Ranks asked for different things. Nothing was written; the text is the same on every rank.
+
+    latest_step: the highest number of a training step among the ranks' launches, -1 if none belonged to one.
+    """
+
+    latest_step: int = -1

@@ -1,0 +1,126 @@
+"""What one launch does, in the form in which ranks show it to each other before anything is written.
+
+Every rank packs its `Launch` into a header of `HEADER_BYTES` bytes. The first `_AGREED` fields must be equal on all
+ranks; `check_agreement` words the difference, and since every rank sees every header, the text is the same everywhere.
+The rest tells peers where a rank's tensor lies and carries a note that is OR-ed over the ranks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from functools import reduce
+from operator import or_
+
+import torch
+
+from fusedring.config import DTYPES
+from fusedring.errors import MismatchError
+from fusedring.plan import ALGORITHMS, KINDS
+
+LAUNCH_KINDS = (*KINDS, "empty")
+STAGED = -1
+"""`arena` of a tensor outside the workspace: it travels through the rank's staging slot."""
+
+_LAYOUT = struct.Struct("<qqqqqdqqqqq")
+HEADER_BYTES = _LAYOUT.size
+_AGREED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a tensor begins in the workspace: `offset` bytes into this rank's region of arena number `arena`."""
+
+    arena: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One collective on one tensor.
+
+    kind: 'all_reduce', 'reduce_scatter', 'all_gather', or 'empty' (an allocation; `elements` is bytes per rank).
+    wire: dtype that crosses between ranks, never None here.
+    factor: what each contribution is multiplied by.
+    step, bucket: which launch of a training step this is (-1, -1 outside of training).
+    note: bits that each rank sets freely; every rank learns the OR of all.
+    """
+
+    kind: str
+    algorithm: str
+    elements: int
+    dtype: torch.dtype
+    wire: torch.dtype
+    factor: float = 1.0
+    step: int = -1
+    bucket: int = -1
+    note: int = 0
+
+
+def pack(launch: Launch, location: Location | None) -> bytes:
+    """The header of `launch` at a rank whose tensor lies at `location` (None: outside the workspace)."""
+    where = location or Location(STAGED, 0)
+    return _LAYOUT.pack(
+        LAUNCH_KINDS.index(launch.kind),
+        ALGORITHMS.index(launch.algorithm),
+        launch.elements,
+        DTYPES.index(launch.dtype) if launch.kind != "empty" else 0,
+        DTYPES.index(launch.wire) if launch.kind != "empty" else 0,
+        launch.factor,
+        launch.step,
+        launch.bucket,
+        where.arena,
+        where.offset,
+        launch.note,
+    )
+
+
+def unpack(header: bytes) -> tuple[Launch, Location | None]:
+    """The inverse of `pack`."""
+    kind, algorithm, elements, dtype, wire, factor, step, bucket, arena, offset, note = _LAYOUT.unpack(header)
+    launch = Launch(
+        LAUNCH_KINDS[kind], ALGORITHMS[algorithm], elements, DTYPES[dtype], DTYPES[wire], factor, step, bucket, note
+    )
+    return launch, None if arena == STAGED else Location(arena, offset)
+
+
+def agree(headers: Sequence[bytes]) -> tuple[list[Location | None], int]:
+    """Every rank's location and the OR of all notes. Raises MismatchError where the ranks' launches differ."""
+    unpacked = [unpack(header) for header in headers]
+    launches = [launch for launch, _ in unpacked]
+    if any(astuple(launch)[:_AGREED] != astuple(launches[0])[:_AGREED] for launch in launches):
+        error = MismatchError(_difference(launches))
+        error.latest_step = max(launch.step for launch in launches)
+        raise error
+    return [location for _, location in unpacked], reduce(or_, (launch.note for launch in launches))
+
+
+def _difference(launches: Sequence[Launch]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, launch in enumerate(launches):
+        ranks_of.setdefault(_in_words(launch), []).append(rank)
+    sides = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {words}"
+        for words, ranks in ranks_of.items()
+    )
+    return (
+        f"ranks launched different collectives, nothing was written ({sides}). "
+        "Every rank must make the same calls in the same order with the same arguments"
+    )
+
+
+def _in_words(launch: Launch) -> str:
+    if launch.kind == "empty":
+        return f"empty of {launch.elements} bytes"
+    words = f"{launch.kind} of {launch.elements} elements of {_short(launch.dtype)}, {launch.algorithm}"
+    if launch.wire != launch.dtype:
+        words += f", wire {_short(launch.wire)}"
+    words += f", factor {launch.factor:.9g}"
+    if launch.step >= 0:
+        words += f", bucket {launch.bucket} of step {launch.step}"
+    return words
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

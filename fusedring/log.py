@@ -1,0 +1,18 @@
+"""The library's logger: `logging.getLogger("fusedring")`, which speaks on rank 0 alone."""
+
+import logging
+import os
+
+import torch.distributed as dist
+
+
+def _is_spokesman(_: logging.LogRecord) -> bool:
+    """Rank 0 speaks; all ranks do with FUSEDRING_LOG_ALL_RANKS=1."""
+    if os.environ.get("FUSEDRING_LOG_ALL_RANKS") == "1":
+        return True
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return rank == 0
+
+
+logger = logging.getLogger("fusedring")
+logger.addFilter(_is_spokesman)
