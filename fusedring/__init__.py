@@ -7,7 +7,7 @@ if sys.platform != "linux":
 
 from fusedring.collectives import Work, all_gather, all_reduce, close, empty, reduce_scatter
 from fusedring.ddp import FusedRingDDP
-from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, PeerLostError
+from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError, PeerLostError
 from fusedring.version import __version__
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "FusedRingDDP",
     "FusedRingError",
     "MismatchError",
+    "OutOfMemoryError",
     "PeerLostError",
     "Work",
     "__version__",

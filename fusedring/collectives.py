@@ -51,7 +51,7 @@ def empty(
     default dtype. The memory is given back after the tensor is gone on all ranks, at the group's next `empty`.
 
     Raises ValueError for a size, dtype or device that cannot be, MismatchError if ranks ask for different numbers of
-    bytes, FusedRingError if there is not enough memory, CollectiveTimeoutError naming ranks that do not come within
+    bytes, OutOfMemoryError if there is not enough memory, CollectiveTimeoutError naming ranks that do not come within
     `timeout` seconds (None: the group's own timeout).
     """
     shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fusedring.config import check_timeout
-from fusedring.errors import CollectiveTimeoutError, MismatchError
+from fusedring.errors import CollectiveTimeoutError, MismatchError, OutOfMemoryError
 from fusedring.host_engine import HostEngine, Outcome
 from fusedring.launch import Launch
 from fusedring.rendezvous import Rendezvous, group_timeout
@@ -191,10 +191,10 @@ class Communicator:
             task.work._finished.set()
 
     def _guarded(self, act: Callable[[], Any]) -> Any:
-        """A task that ends half-way makes the workspace unusable on all ranks; a mismatch changed nothing."""
+        """A task that ends half-way makes the workspace unusable on all ranks; what all ranks agreed on does not."""
         try:
             return act()
-        except MismatchError:
+        except (MismatchError, OutOfMemoryError):
             raise
         except BaseException as error:
             self._workspace.fail(error)

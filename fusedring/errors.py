@@ -9,6 +9,10 @@ class CollectiveTimeoutError(FusedRingError, TimeoutError):
     """A rank made no progress for `timeout` seconds. The group's workspace stays unusable until all ranks close it."""
 
 
+class OutOfMemoryError(FusedRingError, MemoryError):
+    """Shared memory could not be reserved, on any rank. Nothing was allocated, and the group goes on."""
+
+
 class PeerLostError(FusedRingError):
     """A rank's process ended, or closed its workspace, while others still waited for it."""
 

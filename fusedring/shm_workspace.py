@@ -30,7 +30,7 @@ from typing import Final
 import torch
 
 from fusedring import launch, memory
-from fusedring.errors import CollectiveTimeoutError, FusedRingError, PeerLostError
+from fusedring.errors import CollectiveTimeoutError, FusedRingError, OutOfMemoryError, PeerLostError
 from fusedring.launch import HEADER_BYTES, Launch, Location
 from fusedring.rendezvous import Rendezvous
 from fusedring.signals import Signal, check_machine, cores
@@ -94,14 +94,14 @@ class ShmWorkspace:
 
     def allocate(self, nbytes: int, *, timeout: float) -> torch.Tensor:
         arena, pid = self._arenas[self._add_arena(nbytes, timeout=timeout)], self._pid
-        owner = arena.regions[self.rank].numpy()[:nbytes]
+        owner = arena.regions[self.rank].numpy()[: max(nbytes, 1)]
 
         def release(released: memoryview = arena.released, rank: int = self.rank) -> None:
             if os.getpid() == pid:  # a forked child's copy of the tensor says nothing about ours
                 released[rank] = 1
 
         weakref.finalize(owner, release).atexit = False
-        return torch.from_numpy(owner)
+        return torch.from_numpy(owner)[:nbytes]
 
     def locate(self, tensor: torch.Tensor) -> Location | None:
         first, nbytes = tensor.data_ptr(), tensor.nbytes
@@ -140,7 +140,7 @@ class ShmWorkspace:
         failure = max(_OFFER.unpack_from(offer)[0] for offer in offers)
         try:
             if failure:
-                raise FusedRingError(
+                raise OutOfMemoryError(
                     f"cannot reserve {total} bytes of shared memory ({nbytes} for each of {self.world_size} ranks): "
                     f"{os.strerror(failure)}. Use a smaller tensor or model, close what is no longer used "
                     "(fusedring.close), or raise the memory limit of the machine or container"

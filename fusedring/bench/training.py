@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
@@ -19,6 +18,8 @@ from fusedring.plan import make_plan
 
 WARM_UP_STEPS = 2
 """Not timed: the first steps allocate, and torch's DDP rebuilds its buckets after the first."""
+
+EXPOSED_PAIRS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +52,74 @@ def train(
 ) -> TrainingRun:
     """Train on this rank of the default group for `steps` steps; every rank returns the same figures.
 
-    wrapper: 'fusedring' or 'torch_ddp'. progress: called after each step with its local loss.
+    wrapper: 'fusedring' or 'torch_ddp'. progress: called after each step with this rank's loss.
     """
     torch.manual_seed(0)
-    model, wrapped = GPT(config), None
+    model, world, rank = GPT(config), dist.get_world_size(), dist.get_rank()
+    replica: FusedRingDDP | DistributedDataParallel
     if wrapper == "fusedring":
-        wrapped = model_in_ring = FusedRingDDP(model, wire_dtype=wire, algorithm=algorithm)  # type: ignore[arg-type]
-        bytes_moved = _ring_bytes(model_in_ring, wire)
+        replica = FusedRingDDP(model, wire_dtype=wire, algorithm=algorithm)  # type: ignore[arg-type]
     else:
-        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        world = dist.get_world_size()
-        bytes_moved = 2 * (world - 1) * sum(p.nbytes for p in model.parameters())
+        replica = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data, rank = corpus(), dist.get_rank()
-    losses, times = [], []
+    data = corpus()
+    losses: list[float] = []
+    times: list[float] = []
     for step in range(steps):
         batch = batch_at(data, config, step=step, rank=rank, size=batch_size)
         start = time.perf_counter()
-        loss = _step(wrapped, optimizer, batch)
-        if step >= WARM_UP_STEPS or steps <= WARM_UP_STEPS:
-            times.append(time.perf_counter() - start)
-        losses.append(loss)
-        progress(loss)
-    return losses, times  # type: ignore[return-value]
+        loss = loss_of(replica, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+        losses.append(loss.item())
+        progress(losses[-1])
+    times = _slowest_rank(times[min(WARM_UP_STEPS, steps - 1) :])
+    exposed = _exposed(replica, batch_at(data, config, step=steps, rank=rank, size=batch_size))
+    ends = torch.tensor([losses[0], losses[-1]], dtype=torch.float64)
+    dist.all_reduce(ends)
+    step_seconds = statistics.median(times)
+    return TrainingRun(
+        loss_start=float(ends[0]) / world,
+        loss_end=float(ends[1]) / world,
+        step_ms=1e3 * step_seconds,
+        tokens_per_s=world * batch_size * config.context / step_seconds,
+        exposed_ms=1e3 * exposed,
+        bytes_moved=_bytes_moved(replica, world),
+    )
+
+
+def _exposed(replica: FusedRingDDP | DistributedDataParallel, batch: torch.Tensor) -> float:
+    """Seconds that averaging adds to forward and backward: medians of synced and unsynced passes, taken in turn."""
+    spans: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(EXPOSED_PAIRS):
+        for synced in (True, False):
+            dist.barrier()
+            start = time.perf_counter()
+            with nullcontext() if synced else replica.no_sync():
+                loss_of(replica, batch).backward()  # type: ignore[no-untyped-call]
+            spans[synced].append(time.perf_counter() - start)
+            replica.zero_grad()
+    with_sync, without = (statistics.median(_slowest_rank(spans[synced])) for synced in (True, False))
+    return max(0.0, with_sync - without)
+
+
+def _slowest_rank(seconds: list[float]) -> list[float]:
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    values: list[float] = slowest.tolist()
+    return values
+
+
+def _bytes_moved(replica: FusedRingDDP | DistributedDataParallel, world: int) -> int:
+    """What the plans say for FusedRingDDP's launches; for torch's DDP what gloo's ring needs for the same gradients."""
+    report = replica.report() if isinstance(replica, FusedRingDDP) else None
+    if report is None:
+        return 2 * (world - 1) * sum(p.nbytes for p in replica.parameters())
+    assert isinstance(replica, FusedRingDDP)
+    wire = replica.config.wire or torch.float32
+    return sum(
+        make_plan("all_reduce", launch.algorithm, world, launch.bytes // 4).elements_transferred * wire.itemsize
+        for launch in report.launches
+    )

@@ -20,4 +20,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = (module.__doc__ or "").partition("\n")[0]
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     options = parser.parse_args(arguments)
-    return _COMMANDS[options.command].run(options)
+    code: int = _COMMANDS[options.command].run(options)
+    return code

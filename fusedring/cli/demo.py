@@ -1,0 +1,157 @@
+"""Train a small GPT on several ranks, with FusedRingDDP and with torch's DDP, and compare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LOSS_TOLERANCE = {None: 0.02, "fp16": 0.05, "bf16": 0.1}
+"""How far apart the two final losses may be, in nats: rounding differs and training amplifies that."""
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What every rank is told."""
+
+    ranks: int
+    steps: int
+    wire: str | None
+    algorithm: str
+    quiet: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `fusedring demo`."""
+    parser.add_argument("--ranks", type=_positive, default=2, help="processes to train with (default 2)")
+    parser.add_argument("--steps", type=_positive, default=40, help="training steps of each wrapper (default 40)")
+    parser.add_argument("--wire", choices=("fp16", "bf16"), help="wire dtype of the ring (default: float32)")
+    parser.add_argument(
+        "--algorithm", choices=("auto", "ring", "two_shot", "one_shot", "master"), default="ring", help="default ring"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the result there as demo.json")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start the ranks, wait for them and print what they measured. Exit code 1 if the losses disagree."""
+    settings = DemoOptions(options.ranks, options.steps, options.wire, options.algorithm, options.json)
+    try:
+        runs = _launch(settings)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    result = {"ranks": settings.ranks, "steps": settings.steps, "wire": settings.wire, **runs}
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
+    apart = abs(runs["fusedring"]["loss_end"] - runs["torch_ddp"]["loss_end"])
+    tolerance = LOSS_TOLERANCE[settings.wire]
+    if options.json:
+        print(json.dumps(result))
+    else:
+        _print_table(result, apart, tolerance)
+    if apart > tolerance:
+        print(f"the final losses differ by {apart:.4f}, more than {tolerance}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _launch(settings: DemoOptions) -> dict[str, Any]:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // settings.ranks)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=settings.ranks,
+        run_id="fusedring-demo",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+    )
+    try:
+        results: dict[int, dict[str, Any]] = elastic_launch(config, train_rank)(settings)
+    except SignalException:
+        raise KeyboardInterrupt from None
+    return results[0]
+
+
+def train_rank(settings: DemoOptions) -> dict[str, Any]:
+    """One rank: train twice from the same start; rank 0's progress bar goes to stderr."""
+    import torch
+    import torch.distributed as dist
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from fusedring.bench.gpt import GPTConfig
+    from fusedring.bench.training import train
+    from fusedring.collectives import close
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    silent = settings.quiet or dist.get_rank() > 0
+    runs: dict[str, Any] = {}
+    try:
+        with Progress(console=Console(stderr=True), disable=silent) as bar:
+            for wrapper in ("fusedring", "torch_ddp"):
+                task = bar.add_task(wrapper, total=settings.steps)
+
+                def advance(loss: float, task: Any = task, name: str = wrapper) -> None:
+                    bar.update(task, advance=1, description=f"{name} loss {loss:.3f}")
+
+                run = train(
+                    wrapper,
+                    steps=settings.steps,
+                    batch_size=8,
+                    config=GPTConfig(),
+                    wire=settings.wire,
+                    algorithm=settings.algorithm,
+                    progress=advance,
+                )
+                runs[wrapper] = asdict(run)
+        close()
+    finally:
+        dist.destroy_process_group()
+    return runs
+
+
+def _print_table(result: dict[str, Any], apart: float, tolerance: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    ring, ddp = result["fusedring"], result["torch_ddp"]
+    table = Table(title=f"{result['ranks']} ranks, {result['steps']} steps, wire {result['wire'] or 'float32'}")
+    table.add_column("")
+    table.add_column("FusedRingDDP", justify="right")
+    table.add_column("torch DDP (gloo)", justify="right")
+    for label, key, form in (
+        ("loss at start", "loss_start", "{:.4f}"),
+        ("loss at end", "loss_end", "{:.4f}"),
+        ("step (ms)", "step_ms", "{:.1f}"),
+        ("tokens/s", "tokens_per_s", "{:,.0f}"),
+        ("exposed communication (ms)", "exposed_ms", "{:.1f}"),
+        ("bytes sent per step, all ranks", "bytes_moved", "{:,}"),
+    ):
+        table.add_row(label, form.format(ring[key]), form.format(ddp[key]))
+    console = Console()
+    console.print(table)
+    console.print(f"final losses differ by {apart:.4f} (tolerance {tolerance})")
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value

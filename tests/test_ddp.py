@@ -1,0 +1,201 @@
+"""FusedRingDDP in eager training on CPU ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fusedring
+from fusedring import FusedRingDDP
+from tests.ranks import run_ranks
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 3))
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(8, 12, generator=generator), torch.randn(8, 3, generator=generator)
+
+
+def train_50_steps(rank: int, world: int, algorithm: str) -> None:
+    model, alone = FusedRingDDP(make_model(), algorithm=algorithm, bucket_cap_mb=0.002), make_model()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (model, alone)]
+    for step in range(50):
+        x, y = batch(step, rank)
+        nn.functional.mse_loss(model(x), y).backward()
+        joined = [batch(step, r) for r in range(world)]
+        nn.functional.mse_loss(alone(torch.cat([b[0] for b in joined])), torch.cat([b[1] for b in joined])).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        everyone = [torch.empty_like(mine) for _ in range(world)]
+        dist.all_gather(everyone, mine.detach())
+        assert all(torch.equal(one, mine) for one in everyone)
+    assert all(name.startswith("module.") for name in model.state_dict())
+
+
+@pytest.mark.parametrize(("world", "algorithm"), [(2, "ring"), (3, "auto")])
+def test_training_matches_one_process_on_the_joined_batch(world, algorithm):
+    run_ranks(world, train_50_steps, algorithm)
+
+
+def check_report(rank: int, world: int) -> None:
+    model = FusedRingDDP(make_model(), bucket_cap_mb=0.002)
+    assert model.report() is None
+    model(batch(0, rank)[0]).sum().backward()
+    report = model.report()
+    names = [name for bucket in report.buckets for name in bucket.parameters]
+    assert sorted(names) == sorted(name for name, _ in model.module.named_parameters())
+    assert [launch.bucket for launch in report.launches] == list(range(len(report.buckets)))
+    assert len(report.buckets) > 1
+    assert report.backward_start <= report.backward_end
+    for launch in report.launches:
+        assert report.backward_start <= launch.start <= launch.end
+        assert launch.bytes == report.buckets[launch.bucket].bytes
+    assert report.exposed_wait >= 0
+    assert 0 <= report.overlap <= 1
+
+
+def test_the_report_describes_the_last_backward():
+    run_ranks(2, check_report)
+
+
+def check_accumulation(rank: int, world: int) -> None:
+    for as_view in (True, False):
+        model, local = FusedRingDDP(make_model(), gradient_as_bucket_view=as_view), make_model()
+        for _ in range(2):
+            with model.no_sync():
+                model(batch(1, rank)[0]).sum().backward()
+            model(batch(2, rank)[0]).sum().backward()
+            local.zero_grad()
+            for r in range(world):
+                for step in (1, 2):
+                    (local(batch(step, r)[0]).sum() / world).backward()
+            for mine, theirs in zip(model.parameters(), local.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+            model.zero_grad()
+
+
+def test_no_sync_accumulates_and_the_next_backward_averages_it_all():
+    run_ranks(2, check_accumulation)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.nobody = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, left):
+        return (self.left if left else self.right)(x)
+
+
+def check_unused(rank: int, world: int) -> list[str]:
+    torch.manual_seed(0)
+    model = FusedRingDDP(Branches())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model(torch.ones(2, 4), rank == 0).sum().backward()
+    assert (model.module.left.bias.grad == 2 / world).all()
+    assert model.module.nobody.weight.grad is None
+    texts = [str(w.message) for w in seen if "nobody.weight" in str(w.message)]
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        model(torch.ones(2, 4), True)
+    quiet = FusedRingDDP(Branches(), find_unused_parameters=True)
+    for _ in range(2):
+        quiet(torch.ones(2, 4), rank == 0).sum().backward()
+        quiet.zero_grad()
+    return texts
+
+
+def test_unused_parameters_are_named_alike_on_every_rank():
+    texts = run_ranks(2, check_unused)
+    assert len(texts[0]) == 1
+    assert texts[0] == texts[1]
+
+
+def check_recovery(rank: int, world: int) -> None:
+    model = FusedRingDDP(make_model(), timeout=20)
+    loss = model(batch(0, rank)[0]).sum()
+    if rank == 1:
+        handle = model.module[2].weight.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        handle.remove()
+    else:
+        with pytest.raises(fusedring.MismatchError):
+            loss.backward()
+    if rank == 1:
+        with pytest.raises(fusedring.MismatchError):
+            model(batch(1, rank)[0]).sum().backward()
+    model.zero_grad()
+    model(torch.full((1, 12), float(rank))).sum().backward()
+    assert (model.module[4].bias.grad == 1).all()
+
+
+def test_a_rank_that_lost_a_step_is_found_and_training_goes_on():
+    run_ranks(2, check_recovery)
+
+
+def check_module_errors(rank: int, world: int) -> str:
+    with pytest.raises(RuntimeError, match="not needed when a module doesn't have any parameters"):
+        FusedRingDDP(nn.ReLU())
+    with pytest.raises(RuntimeError, match="uninitialized parameters"):
+        FusedRingDDP(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"0\.weight has sparse gradients"):
+        FusedRingDDP(nn.Sequential(nn.Embedding(3, 3, sparse=True)))
+    with pytest.raises(ValueError, match="device_ids"):
+        FusedRingDDP(nn.Linear(2, 2), device_ids=[0])
+    with pytest.raises(fusedring.MismatchError) as raised:
+        FusedRingDDP(nn.Sequential(nn.Linear(2, 2 + rank)))
+    return str(raised.value)
+
+
+def test_modules_that_cannot_be_wrapped():
+    texts = run_ranks(2, check_module_errors)
+    assert texts[0] == texts[1]
+    assert "0.weight" in texts[0]
+
+
+def check_odd_modules(rank: int, world: int) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scalar, self.nothing = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0, 3))
+            self.wide, self.narrow = nn.Linear(4, 4).double(), nn.Linear(4, 4).bfloat16()
+            self.convolution = nn.Conv2d(2, 4, 1).to(memory_format=torch.channels_last)
+            self.norm = nn.BatchNorm2d(4)
+
+        def forward(self, x):
+            image = self.norm(self.convolution(x.view(-1, 2, 2, 1))).mean() * self.scalar + self.nothing.sum()
+            return image + self.wide(x.double()).sum() + self.narrow(x.bfloat16()).sum()
+
+    model = FusedRingDDP(Odd())
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(rank))
+    local = copy.deepcopy(model.module)
+    local(x).backward()
+    (model(x) + model(x)).backward()
+    for (name, mine), theirs in zip(model.module.named_parameters(), local.parameters(), strict=True):
+        assert mine.grad.dtype == mine.dtype
+        assert mine.grad.shape == mine.shape
+        assert mine.grad.numel() == 0 or mine.grad.stride() == mine.stride(), name
+        want = theirs.grad.double() * 2
+        dist.all_reduce(want)
+        torch.testing.assert_close(mine.grad.double(), want / world, rtol=2e-2, atol=2e-2)
+    copied = copy.deepcopy(model)
+    copied.zero_grad()
+    copied(x).backward()
+    assert copied.report() is not None
+
+
+def test_dtypes_shapes_strides_buffers_and_copies():
+    run_ranks(2, check_odd_modules)

@@ -1,0 +1,75 @@
+"""`fusedring demo` as a user starts it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+KEYS = {"loss_start", "loss_end", "step_ms", "tokens_per_s", "exposed_ms", "bytes_moved"}
+DEMO = [sys.executable, "-m", "fusedring", "demo"]
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([*DEMO, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_json_is_all_that_stdout_gets(tmp_path):
+    done = run_demo("--steps", "4", "--wire", "bf16", "--json", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["ranks"], result["steps"], result["wire"]) == (2, 4, "bf16")
+    assert set(result["fusedring"]) == set(result["torch_ddp"]) == KEYS
+    assert result["fusedring"]["loss_start"] == result["torch_ddp"]["loss_start"]
+    assert result["fusedring"]["loss_end"] < result["fusedring"]["loss_start"]
+    assert result["fusedring"]["bytes_moved"] < 0.6 * result["torch_ddp"]["bytes_moved"]
+    assert json.loads((tmp_path / "demo.json").read_text()) == result
+
+
+def test_one_rank_works_and_shows_a_table():
+    done = run_demo("--ranks", "1", "--steps", "3")
+    assert done.returncode == 0, done.stderr
+    assert "loss at end" in done.stdout
+
+
+def test_wrong_arguments_exit_with_2():
+    done = run_demo("--ranks", "0")
+    assert done.returncode == 2
+    assert "at least 1, got '0'" in done.stderr
+
+
+def test_interrupt_leaves_no_process():
+    demo = subprocess.Popen([*DEMO, "--steps", "100000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        time.sleep(12)
+        children = _descendants(demo.pid)
+        assert len(children) >= 2
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(40) == 130
+        end = time.monotonic() + 10
+        while any(map(_alive, children)) and time.monotonic() < end:
+            time.sleep(0.1)
+        assert not any(map(_alive, children))
+    finally:
+        demo.kill()
+        demo.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _parent(int(entry.name)) == pid:
+            found += [int(entry.name), *_descendants(int(entry.name))]
+    return found
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return -1
+
+
+def _alive(pid: int) -> bool:
+    return _parent(pid) != -1
