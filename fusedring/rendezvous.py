@@ -47,8 +47,10 @@ class Rendezvous:
             left = max(0.001, deadline - time.monotonic())
             try:
                 self._store.wait([f"{key}/{rank}"], timedelta(seconds=left))
-            except dist.DistStoreError:
+            except RuntimeError:  # what each kind of store makes of a timeout differs
                 missing = [r for r in range(rank, self.world_size) if not self._store.check([f"{key}/{r}"])]
+                if not missing:
+                    raise
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} waited {timeout:g} s to {purpose}, but rank(s) "
                     f"{', '.join(map(str, missing))} of the group did not come. All ranks of the group must make the "

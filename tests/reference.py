@@ -45,4 +45,4 @@ def all_reduce(
         for rank in range(world):
             total = round_to(scaled[0], wire) if rank == 0 else total + round_to(scaled[rank], wire)
         total = round_to(total, wire)
-    return torch.from_numpy(total).to(dtype)
+    return torch.tensor(total).to(dtype)

@@ -26,7 +26,7 @@ def inputs_for(world: int, elements: int, dtype: torch.dtype) -> list[torch.Tens
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8) if tensor.numel() else tensor
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor, what: object) -> None:

@@ -1,0 +1,60 @@
+"""Time all_reduce of a workspace tensor against torch.distributed's all_reduce and division over gloo, in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fusedring.collectives import all_reduce, empty
+from fusedring.plan import ALGORITHMS
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Medians of the slowest rank, in seconds. copy: all ranks copy the same bytes at once. wrong: elements not exact."""
+
+    bytes: int
+    copy: float
+    gloo: float
+    algorithms: dict[str, float]
+    wrong: int
+
+
+def compare(nbytes: int, repeats: int) -> Comparison:
+    """All-reduce `nbytes` of float32 on the default group, `repeats` times each way, interleaved."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    shared, ordinary = empty(nbytes // 4), torch.empty(nbytes // 4)
+    pattern = torch.arange(nbytes // 4) % 1024
+    wrong = 0
+    for algorithm in ALGORITHMS:
+        shared.copy_(pattern + rank)
+        all_reduce(shared, op="sum", algorithm=algorithm)
+        wrong += int((shared != pattern * world + world * (world - 1) // 2).sum())
+    target = torch.empty_like(ordinary)
+    ordinary.fill_(1.0)
+
+    def over_gloo() -> None:
+        dist.all_reduce(ordinary)
+        ordinary.div_(world)
+
+    ways: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(ordinary), "gloo": over_gloo}
+    for algorithm in ALGORITHMS:
+        ways[algorithm] = lambda algorithm=algorithm: all_reduce(shared, algorithm=algorithm)  # type: ignore[misc]
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - start)
+    medians = {}
+    for name, seconds in times.items():
+        slowest = torch.tensor(seconds[1:], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        medians[name] = statistics.median(slowest.tolist())
+    return Comparison(nbytes, medians.pop("copy"), medians.pop("gloo"), medians, wrong)
