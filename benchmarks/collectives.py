@@ -1,6 +1,6 @@
 """Compare all_reduce with gloo: `torchrun --nproc-per-node 2 benchmarks/collectives.py`.
 
-For each size: how many times faster than gloo each algorithm is (medians of the slowest rank, taken in turn with gloo's),
+For each size: how many times faster than gloo each algorithm is (medians of the slowest rank, in turn with gloo's),
 its busbw as nccl-tests defines it, and how many concurrent copies of the same bytes two_shot takes.
 """
 

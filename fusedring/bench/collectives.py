@@ -16,7 +16,7 @@ from fusedring.plan import ALGORITHMS
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Medians of the slowest rank, in seconds. copy: all ranks copy the same bytes at once. wrong: elements not exact."""
+    """Medians of the slowest rank, in seconds. copy: all ranks copy as many bytes. wrong: elements that were not exact."""
 
     bytes: int
     copy: float
