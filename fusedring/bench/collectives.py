@@ -16,7 +16,7 @@ from fusedring.plan import ALGORITHMS
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Medians of the slowest rank, in seconds. copy: all ranks copy as many bytes. wrong: elements that were not exact."""
+    """Medians of the slowest rank in seconds. copy: all ranks copy as many bytes. wrong: inexact elements."""
 
     bytes: int
     copy: float
