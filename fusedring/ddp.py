@@ -110,10 +110,10 @@ class FusedRingDDP(nn.Module):
         try:
             output = self.module(*inputs, **kwargs)
         except BaseException:
-            if self._synced:
+            if self._synced and torch.is_grad_enabled():
                 self._scheduler_or_open().skip()
             raise
-        if self._synced:
+        if self._synced and torch.is_grad_enabled():
             for leaf in tree_leaves(output):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
                     leaf.register_hook(self._on_backward)  # type: ignore[no-untyped-call]

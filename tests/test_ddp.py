@@ -142,6 +142,26 @@ def check_recovery(rank: int, world: int) -> None:
     assert (model.module[4].bias.grad == 1).all()
 
 
+def check_failed_forward(rank: int, world: int) -> None:
+    model = FusedRingDDP(make_model(), timeout=20)
+    if rank == 1:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(1, 5))
+    model(batch(0, rank)[0]).sum().backward()  # an evaluation that failed on one rank is no lost step
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(1, 5))
+    with pytest.raises(fusedring.MismatchError):
+        model(batch(1, rank)[0]).sum().backward()
+    model.zero_grad()
+    model(torch.full((1, 12), float(rank))).sum().backward()
+    assert (model.module[4].bias.grad == 1).all()
+
+
+def test_a_forward_that_failed_on_one_rank_is_a_lost_step():
+    run_ranks(2, check_failed_forward)
+
+
 def test_a_rank_that_lost_a_step_is_found_and_training_goes_on():
     run_ranks(2, check_recovery)
 
