@@ -42,7 +42,10 @@ def test_wrong_arguments_exit_with_2():
 def test_interrupt_leaves_no_process():
     demo = subprocess.Popen([*DEMO, "--steps", "100000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        time.sleep(12)
+        end = time.monotonic() + 60
+        while len(_descendants(demo.pid)) < 2 and time.monotonic() < end:
+            time.sleep(0.2)
+        time.sleep(5)  # into the training
         children = _descendants(demo.pid)
         assert len(children) >= 2
         demo.send_signal(signal.SIGINT)
