@@ -8,12 +8,14 @@ that is waited for runs in the calling thread, unless others are queued before i
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import queue
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fusedring.config import check_timeout
-from fusedring.errors import CollectiveTimeoutError, MismatchError, OutOfMemoryError
+from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError
 from fusedring.host_engine import HostEngine, Outcome
 from fusedring.launch import Launch
 from fusedring.rendezvous import Rendezvous, group_timeout
@@ -52,11 +54,13 @@ class Work:
         """Whether it has ended, well or not."""
         return self._finished.is_set()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, then True.
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """Wait for the end, then True. timeout: seconds, or a timedelta as torch.distributed has it.
 
-        Raises what went wrong, or CollectiveTimeoutError if it has not ended after `timeout` seconds; it goes on then.
+        Raises what went wrong, or CollectiveTimeoutError if it has not ended after `timeout`; it goes on then.
         """
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
         check_timeout(timeout)
         if not self._finished.wait(timeout):
             raise CollectiveTimeoutError(f"the collective has not ended after {timeout:g} s; it goes on")
@@ -94,25 +98,42 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: float | None) -> None:
         self.default_timeout = group_timeout(group)
         limit = timeout or self.default_timeout
-        self.rendezvous = Rendezvous(group)
-        self.rank, self.world_size = self.rendezvous.rank, self.rendezvous.world_size
-        self._workspace = open_workspace(self.rendezvous, timeout=limit)
-        # 'auto' means what group rank 0's table says, on all ranks.
-        tables = self.rendezvous.exchange(ONE_SHOT_BYTES, timeout=limit, purpose="agree on algorithms")
-        self._one_shot_bytes = int(tables[0])
+        self._rendezvous = Rendezvous(group, timeout=limit)
+        self.rank, self.world_size = self._rendezvous.rank, self._rendezvous.world_size
+        self._workspace = open_workspace(self._rendezvous, timeout=limit)
         self._engine = HostEngine(self._workspace)
         self._turn = threading.Lock()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._queued = 0
         self._counting = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._wrappers = itertools.count()
         self.closed = False
+        try:
+            # 'auto' means what group rank 0's table says, on all ranks.
+            tables = self.exchange(ONE_SHOT_BYTES, timeout=limit, purpose="agree on algorithms")
+        except BaseException:
+            self._workspace.close()
+            raise
+        self._one_shot_bytes = int(tables[0])
 
     def resolve(self, algorithm: str, nbytes: int) -> str:
         """`algorithm`, or what 'auto' stands for with a tensor of `nbytes` bytes."""
         if algorithm != "auto":
             return algorithm
         return "one_shot" if nbytes <= self._one_shot_bytes else "two_shot"
+
+    def number_wrapper(self) -> int:
+        """A number for one more wrapper; the same on all ranks if they make their wrappers in the same order."""
+        return next(self._wrappers)
+
+    def exchange(self, value: Any, *, timeout: float | None, purpose: str) -> list[Any]:
+        """Every rank's `value` (anything JSON can hold), in rank order (collective)."""
+        limit = timeout or self.default_timeout
+        values: list[Any] = self._in_order(
+            lambda: self._rendezvous.exchange(value, timeout=limit, purpose=purpose),
+        )
+        return values
 
     def allocate(self, nbytes: int, *, timeout: float | None) -> torch.Tensor:
         """`nbytes` bytes of workspace at every rank, as uint8 (collective)."""
@@ -141,21 +162,27 @@ class Communicator:
         )
         return work
 
+    def settle(self) -> None:
+        """Return once everything that is queued has ended, well or not."""
+        self._in_order(lambda: None)
+
     def close(self) -> None:
         """Finish what is queued, then let go of thread and memory. Not collective."""
+        with self._counting:
+            self.closed = True
         if self._thread is not None and self._thread.is_alive():
             self._tasks.put(None)
             self._thread.join()
-        self.closed = True
         self._workspace.close()
 
     def abandon(self) -> None:
         """Let go of the memory at once. What is queued fails, and peers that wait for this rank are told."""
         self.closed = True
-        self._workspace.close()
-        if self._thread is not None:
+        if self._thread is not None and self._thread.is_alive():
+            self._workspace.fail(FusedRingError("the process group is gone"))  # ends what the thread is waiting for
             self._tasks.put(None)
             self._thread.join(timeout=1)
+        self._workspace.close()
 
     def _in_order(self, act: Callable[[], Any]) -> Any:
         with self._counting:
@@ -163,13 +190,22 @@ class Communicator:
         if queued:
             task = _Task(act, Work(torch.empty(0)))
             self._enqueue(task)
-            task.work.wait()
+            try:
+                task.work.wait()
+            except BaseException as error:
+                if not task.work.is_completed():  # interrupted: nobody will know what this task did and when
+                    self._workspace.fail(error)
+                raise
             return task.work._value
         with self._turn:
+            if self.closed:
+                raise FusedRingError("the group's workspace was closed by fusedring.close() meanwhile")
             return self._guarded(act)
 
     def _enqueue(self, task: _Task) -> None:
         with self._counting:
+            if self.closed:
+                raise FusedRingError("the group's workspace was closed by fusedring.close() meanwhile")
             self._queued += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="fusedring", daemon=True)
@@ -208,11 +244,14 @@ def communicator_of(group: dist.ProcessGroup | None = None, *, timeout: float | 
     """The communicator of a process group (None: the default group, or a lone process where there is none).
 
     The first call for a group is collective and bounded by `timeout` seconds. Raises RuntimeError where several
-    processes were started but no process group exists, ValueError if this rank is not in the group.
+    processes were started but no process group exists, ValueError if this rank is not in the group, FusedRingError in a
+    forked child of a rank.
     """
     for old in [g for g in _communicators if g is not None and g not in distributed_c10d._world.pg_map]:
         _communicators.pop(old).abandon()  # destroyed since
     group = _resolve(group)
+    if group is not None and group in _inherited:
+        raise FusedRingError("a forked process cannot take part in its parent's collectives: it needs its own group")
     if group not in _communicators:
         _communicators[group] = Communicator(group, timeout=timeout)
     return _communicators[group]
@@ -224,9 +263,11 @@ def close(group: dist.ProcessGroup | None = None) -> None:
     Not collective, but call it on all ranks: peers that still wait for this rank get a PeerLostError. Tensors from
     `empty` stay readable. The group's next collective opens a new workspace.
     """
-    communicator = _communicators.pop(_resolve(group), None)
+    group = _resolve(group)
+    communicator = _communicators.get(group)
     if communicator is not None:
         communicator.close()
+        _communicators.pop(group, None)
 
 
 def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -249,5 +290,13 @@ def _abandon_all() -> None:
         _communicators.popitem()[1].abandon()
 
 
-# A forked child must not speak for its parent.
-os.register_at_fork(after_in_child=_communicators.clear)
+_inherited: set[dist.ProcessGroup] = set()
+"""In a forked child, the groups of its parent, for which it must not speak."""
+
+
+def _leave_to_parent() -> None:
+    _communicators.clear()
+    _inherited.update(distributed_c10d._world.pg_map)
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -6,8 +6,8 @@ import copy
 import functools
 import hashlib
 import json
-import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
@@ -18,13 +18,14 @@ from torch import nn
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from fusedring.buckets import bind, lay_out
 from fusedring.communicator import Communicator, communicator_of
 from fusedring.config import RingConfig, WireDtype, check_engine
 from fusedring.errors import MismatchError
 from fusedring.log import logger
-from fusedring.scheduler import Scheduler
+from fusedring.scheduler import Backward, Scheduler
 from fusedring.trace import StepReport
 
 DEFAULT_BUCKET_MB = 25.0
@@ -49,7 +50,7 @@ class FusedRingDDP(nn.Module):
     bucket_cap_mb: MiB of gradients per launch; None is 25 with a first bucket of 1.
     find_unused_parameters: True expects parameters to go without a gradient now and then. A parameter that only some
         ranks used gets the mean, with zero for the others; one that no rank used keeps its `.grad`. If False, the same
-        happens, but a warning names the parameters and the next forward raises RuntimeError.
+        happens, but a warning names the parameters and the next synced forward raises RuntimeError.
     gradient_as_bucket_view: `.grad` is a view into the bucket (the default here, unlike in torch's class): gradients
         are not copied back, and zero_grad(set_to_none=False) saves the copy into the bucket as well.
     static_graph: accepted; nothing depends on it.
@@ -114,9 +115,7 @@ class FusedRingDDP(nn.Module):
                 self._scheduler_or_open().skip()
             raise
         if self._synced and torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                    leaf.register_hook(self._on_backward)  # type: ignore[no-untyped-call]
+            self._watch(output, inputs, kwargs)
         return output
 
     @contextmanager
@@ -170,12 +169,18 @@ class FusedRingDDP(nn.Module):
         """The state that is this rank's own, and starts anew in a copy of the wrapper."""
         self._scheduler: Scheduler | None = None
         self._synced = True
-        self._callback_queued = False
-        self._backward_start = 0.0
+        self._backward: weakref.ref[Backward] = _NO_BACKWARD
         self._unfinished = ""
-        for index, (_, parameter) in enumerate(self._trainable()):
-            hook = functools.partial(self._on_gradient, index)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._warned_of_bypass = False
+        # The parameters outlive the wrapper, so their hooks must neither keep it alive nor stay when it is gone.
+        handles = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                functools.partial(_gradient_hook, weakref.ref(self), index)
+            )
+            for index, (_, parameter) in enumerate(self._trainable())
+        ]
+        self._hooks = weakref.finalize(self, _remove, handles)
+        self._hooks.atexit = False
 
     def _open(self, init_sync: bool) -> Scheduler:
         """Agree with the other ranks and get memory for the buckets (collective)."""
@@ -184,14 +189,14 @@ class FusedRingDDP(nn.Module):
         first_cap = FIRST_BUCKET_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
         layouts = lay_out(trainable, int(cap * (1 << 20)), int(first_cap * (1 << 20)))
         communicator = communicator_of(self.process_group, timeout=self.config.timeout)
-        self._check_agreement(communicator)
-        if init_sync:
-            self._broadcast([*self.module.parameters(), *self.module.buffers()])
+        self._check_agreement(communicator, init_sync)
         offsets, end = [], 0
         for layout in layouts:
             offsets.append(end)
             end += -(-layout.elements * layout.dtype.itemsize // 64) * 64
         memory = communicator.allocate(end, timeout=self.config.timeout)
+        if init_sync:  # only now: a rank that gave up above would leave the others waiting in the broadcast
+            self._broadcast([*self.module.parameters(), *self.module.buffers()])
         buckets = [
             bind(layout, trainable, memory[at : at + layout.elements * layout.dtype.itemsize].view(layout.dtype))
             for at, layout in zip(offsets, layouts, strict=True)
@@ -203,20 +208,25 @@ class FusedRingDDP(nn.Module):
         logger.info("%d buckets, %d bytes, world size %d", len(buckets), end, communicator.world_size)
         return self._scheduler
 
-    def _check_agreement(self, communicator: Communicator) -> None:
+    def _check_agreement(self, communicator: Communicator, init_sync: bool) -> None:
         """Raises MismatchError, with the same text everywhere, where ranks wrapped different things."""
-        mine = [[name, str(p.dtype), list(p.shape), p.requires_grad] for name, p in self.module.named_parameters()]
-        mine.append(["options", str(self.config), [self.bucket_cap_mb], self.find_unused_parameters])
+        mine = [_in_words("parameter", name, p) for name, p in self.module.named_parameters()]
+        mine += [_in_words("buffer", name, b) for name, b in self.module.named_buffers()]
+        mine.append(
+            f"{self.config}, bucket_cap_mb={self.bucket_cap_mb}, find_unused_parameters={self.find_unused_parameters}, "
+            f"broadcast_buffers={self.broadcast_buffers}, init_sync={init_sync}"
+        )
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-        limit = self.config.timeout or communicator.default_timeout
-        purpose = f"wrap a module in {type(self).__name__}"
-        if len(set(communicator.rendezvous.exchange(digest, timeout=limit, purpose=purpose))) == 1:
+        exchange = functools.partial(
+            communicator.exchange, timeout=self.config.timeout, purpose=f"wrap a module in {type(self).__name__}"
+        )
+        if len(set(exchange(digest))) == 1:
             return
-        everyone = communicator.rendezvous.exchange(mine, timeout=limit, purpose=purpose)
+        everyone: list[list[str]] = exchange(mine)
         for at in range(max(map(len, everyone))):
-            entries = [entries[at] if at < len(entries) else None for entries in everyone]
+            entries = [entries[at] if at < len(entries) else "nothing more" for entries in everyone]
             if any(entry != entries[0] for entry in entries):
-                sides = "; ".join(f"rank {rank}: {_in_words(entry)}" for rank, entry in enumerate(entries))
+                sides = "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(entries))
                 raise MismatchError(
                     f"the ranks wrapped different modules or options ({sides}). Build the same model on every rank"
                 )
@@ -235,37 +245,76 @@ class FusedRingDDP(nn.Module):
     # Training
 
     def _before_forward(self) -> None:
-        self._callback_queued = False
-        if self._scheduler is not None and self._scheduler.in_step:
-            self._scheduler.abandon()
-        if self._unfinished:
-            text, self._unfinished = self._unfinished, ""
-            raise RuntimeError(text)
+        scheduler = self._scheduler
+        if scheduler is not None and scheduler.in_step and not Backward.under_way():
+            scheduler.abandon()
         if not torch.is_grad_enabled():
             return
         self._synced = self.require_backward_grad_sync
-        if self._synced:
-            self._scheduler_or_open()
-            if self.broadcast_buffers:
-                self._broadcast(list(self.module.buffers()))
+        if not self._synced:
+            if scheduler is not None:
+                scheduler.expect_nothing()
+            return
+        if self._unfinished:
+            text, self._unfinished = self._unfinished, ""
+            raise RuntimeError(text)
+        scheduler = self._scheduler_or_open()
+        scheduler.expect()
+        if self.broadcast_buffers:
+            self._broadcast(list(self.module.buffers()))
 
-    def _on_backward(self, _: torch.Tensor) -> None:
-        """The first gradient of the outermost backward: have `_on_backward_end` called at its end."""
-        if self._synced and not self._callback_queued:
-            self._callback_queued = True
-            self._backward_start = time.perf_counter()
-            torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
+    def _watch(self, output: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notice the first gradient of a backward through `output`.
 
-    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        A step begins with the first gradient of a parameter, since autograd.grad comes through the output as well. Only
+        where there is no way from the output to a parameter does it begin at the output.
+        """
+        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+        inputs_need_grad = any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((inputs, kwargs)))
+        alone = inputs_need_grad and not _lead_to_any(outputs, {id(parameter) for _, parameter in self._trainable()})
+
+        def on_gradient(_: torch.Tensor) -> None:
+            if self._synced:
+                self._enter_backward()
+                if alone and (backward := self._backward()) is not None:
+                    self._scheduler_or_open().begin(backward)
+
+        for tensor in outputs:
+            tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def _enter_backward(self) -> None:
+        """In a hook: have `_on_backward_end` called at the end of the outermost run of autograd's engine."""
+        if self._backward() is None:
+            scheduler = self._scheduler_or_open()
+            if scheduler.in_step:
+                scheduler.abandon()  # of a run that failed
+            self._backward = weakref.ref(Backward(self._on_backward_end))
+
+    def _on_gradient(self, index: int) -> None:
         """A parameter's gradient has been accumulated into `.grad`."""
         if not self._synced:
             return
-        self._on_backward(parameter)
-        bucket, position = self._places[index]
-        self._scheduler_or_open().ready(bucket, position, self._backward_start)
+        if self._backward() is None and (self._scheduler is None or not self._scheduler.expecting):
+            self._warn_of_bypass()
+            return
+        self._enter_backward()
+        backward, scheduler = self._backward(), self._scheduler_or_open()
+        assert backward is not None
+        scheduler.begin(backward)
+        scheduler.ready(*self._places[index])
+
+    def _warn_of_bypass(self) -> None:
+        if not self._warned_of_bypass:
+            self._warned_of_bypass = True
+            warnings.warn(
+                f"gradients were computed through parameters of a {type(self).__name__} without calling it; they stay "
+                "as they are on this rank and are averaged with those of the next synced backward. Call the wrapper, "
+                "not the module inside it",
+                stacklevel=3,
+            )
 
     def _on_backward_end(self) -> None:
-        self._callback_queued = False
+        self._backward = _NO_BACKWARD
         scheduler = self._scheduler
         if scheduler is None or not scheduler.in_step:
             return
@@ -289,7 +338,7 @@ class FusedRingDDP(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what ties the wrapper to its ranks."""
         state = dict(self.__dict__)
-        for name in ("_scheduler", "_places", "process_group"):
+        for name in ("_scheduler", "_places", "_backward", "_hooks", "process_group"):
             state.pop(name, None)
         return state
 
@@ -307,10 +356,36 @@ class FusedRingDDP(nn.Module):
         return new
 
 
-def _in_words(entry: list[Any] | None) -> str:
-    if entry is None:
-        return "no such parameter"
-    name, kind, shape, flag = entry
-    if name == "options":
-        return f"{kind}, bucket_cap_mb={shape[0]}, find_unused_parameters={flag}"
-    return f"{name} {kind.removeprefix('torch.')} {shape}" + ("" if flag else " (requires_grad=False)")
+_NO_BACKWARD: weakref.ref[Backward] = weakref.ref(type("_Gone", (), {})())
+
+
+def _gradient_hook(wrapper: weakref.ref[FusedRingDDP], index: int, _: torch.Tensor) -> None:
+    living = wrapper()
+    if living is not None:
+        living._on_gradient(index)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _lead_to_any(tensors: list[torch.Tensor], variables: set[int]) -> bool:
+    """Whether autograd's graph leads from one of `tensors` to a variable whose id is in `variables`."""
+    stack = [tensor.grad_fn for tensor in tensors]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        assert node is not None
+        if id(getattr(node, "variable", None)) in variables:
+            return True
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        stack += following
+    return False
+
+
+def _in_words(what: str, name: str, tensor: torch.Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    frozen = " (requires_grad=False)" if what == "parameter" and not tensor.requires_grad else ""
+    return f"{what} {name} {kind} {list(tensor.shape)}{frozen}"

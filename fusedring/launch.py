@@ -23,9 +23,9 @@ LAUNCH_KINDS = (*KINDS, "empty")
 STAGED = -1
 """`arena` of a tensor outside the workspace: it travels through the rank's staging slot."""
 
-_LAYOUT = struct.Struct("<qqqqqdqqqqq")
+_LAYOUT = struct.Struct("<qqqqqdqqqqqq")
 HEADER_BYTES = _LAYOUT.size
-_AGREED = 8
+_AGREED = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Launch:
     kind: 'all_reduce', 'reduce_scatter', 'all_gather', or 'empty' (an allocation; `elements` is bytes per rank).
     wire: dtype that crosses between ranks, never None here.
     factor: what each contribution is multiplied by.
-    step, bucket: which launch of a training step this is (-1, -1 outside of training).
+    wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training). Wrappers are
+        numbered as they were made.
     note: bits that each rank sets freely; every rank learns the OR of all.
     """
 
@@ -53,6 +54,7 @@ class Launch:
     dtype: torch.dtype
     wire: torch.dtype
     factor: float = 1.0
+    wrapper: int = -1
     step: int = -1
     bucket: int = -1
     note: int = 0
@@ -68,6 +70,7 @@ def pack(launch: Launch, location: Location | None) -> bytes:
         DTYPES.index(launch.dtype) if launch.kind != "empty" else 0,
         DTYPES.index(launch.wire) if launch.kind != "empty" else 0,
         launch.factor,
+        launch.wrapper,
         launch.step,
         launch.bucket,
         where.arena,
@@ -78,10 +81,9 @@ def pack(launch: Launch, location: Location | None) -> bytes:
 
 def unpack(header: bytes) -> tuple[Launch, Location | None]:
     """The inverse of `pack`."""
-    kind, algorithm, elements, dtype, wire, factor, step, bucket, arena, offset, note = _LAYOUT.unpack(header)
-    launch = Launch(
-        LAUNCH_KINDS[kind], ALGORITHMS[algorithm], elements, DTYPES[dtype], DTYPES[wire], factor, step, bucket, note
-    )
+    kind, algorithm, elements, dtype, wire, factor, wrapper, step, bucket, arena, offset, note = _LAYOUT.unpack(header)
+    names = LAUNCH_KINDS[kind], ALGORITHMS[algorithm]
+    launch = Launch(*names, elements, DTYPES[dtype], DTYPES[wire], factor, wrapper, step, bucket, note)
     return launch, None if arena == STAGED else Location(arena, offset)
 
 
@@ -118,7 +120,7 @@ def _in_words(launch: Launch) -> str:
         words += f", wire {_short(launch.wire)}"
     words += f", factor {launch.factor:.9g}"
     if launch.step >= 0:
-        words += f", bucket {launch.bucket} of step {launch.step}"
+        words += f", bucket {launch.bucket} of step {launch.step} of wrapper {launch.wrapper}"
     return words
 
 

@@ -2,66 +2,136 @@
 
 The store, not the group's backend, because a store waits with a deadline and can say who is missing, and because every
 backend has one.
+
+A *session* is one time that all ranks came together; its number is part of every key, so nothing left over from an
+attempt that failed is ever read. Each rank shows a fresh token under its own key; rank 0 waits until every rank shows
+one that it has not used before, and answers under each token with the session's number. A rank that gives up takes its
+token back. So ranks may come late, give up and come again, in any order and each as often as it likes.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import uuid
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from fusedring.errors import CollectiveTimeoutError
 
+_GONE = "-"
+"""In place of a token: this rank does not wait."""
+
+_POLL_SECONDS = 0.005
+
 
 class Rendezvous:
-    """Exchanges between the ranks of one process group, in the same order on all of them. group None: world size 1."""
+    """Exchanges between the ranks of one process group, in the same order on all of them. group None: world size 1.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    Making one is collective. Raises CollectiveTimeoutError that names the ranks which did not come within `timeout`
+    seconds.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, timeout: float) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self._store = None if group is None else distributed_c10d._get_process_group_store(group)
         self._read: str | None = None
         self._count = 0
-        # A group can be opened again after close(): each opening has its own keys.
-        opening = 0 if self._store is None else self._store.add(f"fusedring/openings/{self.rank}", 1)
-        self._prefix = f"fusedring/{opening}"
+        self._session = "" if self._store is None else self._join(self._store, timeout)
 
     def exchange(self, value: Any, *, timeout: float, purpose: str) -> list[Any]:
         """Every rank's `value` (anything JSON can hold), in rank order.
 
-        Raises CollectiveTimeoutError that names the ranks which did not come within `timeout` seconds.
+        Raises CollectiveTimeoutError that names the ranks which did not come within `timeout` seconds. The session is
+        of no use then: some ranks may have what others lack.
         """
         if self._store is None:
             return [json.loads(json.dumps(value))]
-        key = f"{self._prefix}/{self._count}"
+        key = f"{self._session}/{self._count}"
         self._count += 1
         self._store.set(f"{key}/{self.rank}", json.dumps(value))
         deadline = time.monotonic() + timeout
         values = []
         for rank in range(self.world_size):
-            left = max(0.001, deadline - time.monotonic())
-            try:
-                self._store.wait([f"{key}/{rank}"], timedelta(seconds=left))
-            except RuntimeError:  # what each kind of store makes of a timeout differs
-                missing = [r for r in range(rank, self.world_size) if not self._store.check([f"{key}/{r}"])]
-                if not missing:
-                    raise
-                raise CollectiveTimeoutError(
-                    f"rank {self.rank} waited {timeout:g} s to {purpose}, but rank(s) "
-                    f"{', '.join(map(str, missing))} of the group did not come. All ranks of the group must make the "
-                    "call; if they are only late, pass a longer timeout"
-                ) from None
+            if not _wait(self._store, f"{key}/{rank}", deadline):
+                missing = (r for r in range(rank, self.world_size) if not self._store.check([f"{key}/{r}"]))
+                raise self._timeout(missing, timeout, purpose)
             values.append(json.loads(self._store.get(f"{key}/{rank}")))
         # Whoever writes to this exchange has read the one before, so this rank's old value is no longer needed.
         if self._read is not None:
             self._store.delete_key(self._read)
         self._read = f"{key}/{self.rank}"
         return values
+
+    def _join(self, store: Store, timeout: float) -> str:
+        token, deadline = uuid.uuid4().hex, time.monotonic() + timeout
+        store.set(_token_key(self.rank), token)
+        try:
+            if self.rank > 0:
+                if not _wait(store, _answer_key(token), deadline):
+                    raise self._timeout(self._absent(store), timeout, "open the workspace")
+                session: str = store.get(_answer_key(token)).decode()
+                store.delete_key(_answer_key(token))
+                return session
+            while absent := list(self._absent(store)):
+                if time.monotonic() > deadline:
+                    raise self._timeout(absent, timeout, "open the workspace")
+                time.sleep(_POLL_SECONDS)
+        except BaseException:
+            store.set(_token_key(self.rank), _GONE)
+            raise
+        tokens = [store.get(_token_key(rank)).decode() for rank in range(self.world_size)]
+        store.set(_USED_KEY, json.dumps(tokens))
+        session = f"fusedring/session {store.add('fusedring/sessions', 1)}"
+        for used in tokens[1:]:
+            store.set(_answer_key(used), session)
+        return session
+
+    def _absent(self, store: Store) -> Iterable[int]:
+        """The ranks that show no fresh token."""
+        used = json.loads(store.get(_USED_KEY)) if store.check([_USED_KEY]) else []
+        for rank in range(self.world_size):
+            key = _token_key(rank)
+            if not store.check([key]) or store.get(key).decode() in (_GONE, *used):
+                yield rank
+
+    def _timeout(self, missing: Iterable[int], timeout: float, purpose: str) -> CollectiveTimeoutError:
+        # Nobody is missing if the last one came just now.
+        ranks = ", ".join(map(str, missing)) or "0"
+        return CollectiveTimeoutError(
+            f"rank {self.rank} waited {timeout:g} s to {purpose}, but rank(s) {ranks} of the group did not come. All "
+            "ranks of the group must make the call; if they are only late, pass a longer timeout"
+        )
+
+
+_USED_KEY = "fusedring/used tokens"
+
+
+def _token_key(rank: int) -> str:
+    return f"fusedring/token of rank {rank}"
+
+
+def _answer_key(token: str) -> str:
+    return f"fusedring/answer to {token}"
+
+
+def _wait(store: Store, key: str, deadline: float) -> bool:
+    """Whether the key was there before the deadline."""
+    try:
+        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except RuntimeError:  # what each kind of store makes of a timeout differs
+        found = bool(store.check([key]))
+        if not found and time.monotonic() < deadline - 0.1:
+            raise
+        return found
+    return True
 
 
 def group_timeout(group: dist.ProcessGroup | None) -> float:

@@ -4,13 +4,20 @@ A *step* is one synced backward. Its buckets are launched while backward runs, e
 buckets are there; the end of backward launches the rest, whether or not every gradient came, so that all ranks always
 launch the same things. A rank that missed a gradient says so in the note of its launches; then all ranks also exchange
 who had which. A launch carries the step's number: a rank that lost a step is found, not paired with the wrong one.
+
+Several wrappers may take part in one backward, and their gradients may come in another order on another rank. So they
+take turns. Backward visits modules in the reverse order of their forwards; hence a wrapper holds back its launches until
+every wrapper whose forward came later has launched all of its own. The end of backward launches what is left, of all
+wrappers in that same order, before anybody waits.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -24,14 +31,39 @@ from fusedring.trace import BucketReport, LaunchReport, StepReport, overlapped_f
 _GRADIENT_MISSING = 1
 
 
+class Backward:
+    """One run of autograd's engine, from a wrapper's first hook in it to `end`, which the engine calls at its end.
+
+    Only the engine holds it, and lets go of it when the run ends, well or not. So a weak reference tells that a run
+    failed: it is dead, and `end` was not called. Make it inside a hook of the outermost run.
+    """
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.run: int = torch._C._current_graph_task_id()
+        self.started = time.perf_counter()
+        self._end = end
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        self._end()
+
+    @staticmethod
+    def under_way() -> bool:
+        """Whether this thread is inside of any run of autograd's engine."""
+        return bool(torch._C._current_graph_task_id() >= 0)
+
+
 @dataclass(slots=True)
 class _Step:
-    """The synced backward under way."""
+    """The synced backward under way. run: of which `Backward`; held: which entries had a gradient at its end."""
 
     number: int
+    run: int
     started: float
     waiting_for: list[int]
     arrived: list[list[bool]]
+    ended: float = 0.0
+    held: list[list[bool]] = field(default_factory=list)
     batch: Batch = field(default_factory=Batch)
     launches: list[Launch] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
@@ -47,6 +79,11 @@ class Scheduler:
         self._grad_is_view = grad_is_view
         self._step: _Step | None = None
         self._next_number = 0
+        self._wrapper = communicator.number_wrapper()
+        self._turn = 0
+        self._expecting = False
+        self._colleagues = _schedulers.setdefault(communicator, WeakSet())
+        self._colleagues.add(self)
         self.report: StepReport | None = None
 
     @property
@@ -59,13 +96,33 @@ class Scheduler:
         """Whether a gradient has become ready since the last step ended."""
         return self._step is not None
 
-    def ready(self, bucket: int, position: int, backward_start: float) -> None:
-        """The gradient of entry `position` of `bucket` is complete: take it, and launch what can go.
+    @property
+    def expecting(self) -> bool:
+        """Whether a synced forward has run and not all buckets were launched since."""
+        return self._expecting
+
+    def expect(self) -> None:
+        """A synced forward has begun, so its backward is expected."""
+        self._turn, self._expecting = next(_turns), True
+
+    def expect_nothing(self) -> None:
+        """The forward before the next backward was not synced."""
+        self._expecting = False
+
+    def begin(self, backward: Backward) -> None:
+        """Begin a step, unless it has begun: all its buckets will be launched, with gradients or without."""
+        if self._step is None:
+            sizes = [len(bucket.entries) for bucket in self._buckets]
+            arrived = [[False] * size for size in sizes]
+            self._step = _Step(self._next_number, backward.run, backward.started, sizes, arrived)
+            self._next_number += 1
+
+    def ready(self, bucket: int, position: int) -> None:
+        """In a step, the gradient of entry `position` of `bucket` is complete: take it, and launch what can go.
 
         Raises RuntimeError if it comes a second time in one backward.
         """
-        if self._step is None:
-            self._step = self._begin(backward_start)
+        assert self._step is not None
         step, entry = self._step, self._buckets[bucket].entries[position]
         if step.arrived[bucket][position]:
             raise RuntimeError(
@@ -76,8 +133,7 @@ class Scheduler:
         self._take(entry)
         step.arrived[bucket][position] = True
         step.waiting_for[bucket] -= 1
-        while len(step.works) < len(self._buckets) and step.waiting_for[len(step.works)] == 0:
-            self._launch(step, note=0)
+        self._advance(step)
 
     def finish(self) -> list[str]:
         """End the step: launch the rest, wait for everything, hand out the averaged gradients.
@@ -86,32 +142,33 @@ class Scheduler:
         went wrong in a launch.
         """
         assert self._step is not None
-        step, backward_end = self._step, time.perf_counter()
+        step = self._step
+        for scheduler in self._in_turn(step):
+            scheduler._launch_rest()
         try:
-            note, held = 0, [[e.parameter.grad is not None for e in bucket.entries] for bucket in self._buckets]
-            while len(step.works) < len(self._buckets):
-                bucket = len(step.works)
-                for position, entry in enumerate(self._buckets[bucket].entries):
-                    if not step.arrived[bucket][position]:
-                        note = _GRADIENT_MISSING
-                        self._take(entry)
-                self._launch(step, note)
             for work in step.works:
                 work.wait()
-            counts = self._count_gradients(step, held) if step.works[-1].outcome.note else None
+            counts = self._count_gradients(step) if step.works[-1].outcome.note else None
         except MismatchError as error:
             self._next_number = max(self._next_number, error.latest_step + 1)
             raise
         finally:
-            self._step = None
+            # After an interrupt launches go on: then the step stays, for `abandon` to wait for them.
+            if all(work.is_completed() for work in step.works):
+                self._step = None
         missing = self._hand_out(counts)
-        self.report = self._describe(step, backward_end)
+        self.report = self._describe(step)
         return missing
 
     def abandon(self) -> None:
-        """Forget a step that an exception in backward cut short, once its launches have ended."""
-        step, self._step = self._step, None
+        """Forget a step that an exception in backward cut short, once its launches have ended.
+
+        Raises what went wrong in one of them.
+        """
+        step = self._step
         if step is not None:
+            self._communicator.settle()
+            self._step, self._expecting = None, False
             for work in step.works:
                 work.wait()
 
@@ -119,11 +176,39 @@ class Scheduler:
         """This rank leaves one step out (its forward failed): its numbers must show that."""
         self._next_number += 1
 
-    def _begin(self, backward_start: float) -> _Step:
-        number = self._next_number
-        self._next_number += 1
-        sizes = [len(bucket.entries) for bucket in self._buckets]
-        return _Step(number, backward_start, sizes, [[False] * size for size in sizes])
+    def _in_turn(self, step: _Step) -> list[Scheduler]:
+        """The schedulers with a step in the same backward, this one too, in the order in which they launch."""
+        partners = (s for s in self._colleagues if s._step is not None and s._step.run == step.run)
+        return sorted(partners, key=lambda scheduler: -scheduler._turn)
+
+    def _advance(self, step: _Step) -> None:
+        """Launch the buckets whose gradients are all there, if it is this scheduler's turn."""
+        if any(other._expecting and other._turn > self._turn for other in self._colleagues):
+            return
+        while len(step.works) < len(self._buckets) and step.waiting_for[len(step.works)] == 0:
+            self._launch(step, note=0)
+        if self._expecting and len(step.works) == len(self._buckets):
+            self._expecting = False
+            for partner in self._in_turn(step):
+                assert partner._step is not None
+                partner._advance(partner._step)
+
+    def _launch_rest(self) -> None:
+        """At the end of backward: launch what has not been launched, with or without gradients."""
+        step, note = self._step, 0
+        assert step is not None
+        if step.ended:
+            return
+        self._expecting = False
+        step.ended = time.perf_counter()
+        step.held = [[entry.parameter.grad is not None for entry in bucket.entries] for bucket in self._buckets]
+        while len(step.works) < len(self._buckets):
+            bucket = len(step.works)
+            for position, entry in enumerate(self._buckets[bucket].entries):
+                if not step.arrived[bucket][position]:
+                    note = _GRADIENT_MISSING
+                    self._take(entry)
+            self._launch(step, note)
 
     def _take(self, entry: Entry) -> None:
         """Bring a gradient into its bucket, unless autograd accumulated it there. None counts as zero."""
@@ -152,16 +237,17 @@ class Scheduler:
             flat.dtype,
             self._config.wire or flat.dtype if op == "avg" else flat.dtype,
             scale_factor(op, None, self._communicator.world_size, flat.dtype),
+            self._wrapper,
             step.number,
             index,
             note,
         )
 
-    def _count_gradients(self, step: _Step, held: list[list[bool]]) -> list[list[tuple[int, int]]]:
+    def _count_gradients(self, step: _Step) -> list[list[tuple[int, int]]]:
         """For each entry, on how many ranks its gradient arrived in this step, and how many held one at its end."""
         pairs = [
             (float(arrived), float(holds))
-            for arrivals, holdings in zip(step.arrived, held, strict=True)
+            for arrivals, holdings in zip(step.arrived, step.held, strict=True)
             for arrived, holds in zip(arrivals, holdings, strict=True)
         ]
         counts = torch.tensor(pairs).view(-1)
@@ -193,7 +279,7 @@ class Scheduler:
         else:
             parameter.grad.copy_(entry.view)
 
-    def _describe(self, step: _Step, backward_end: float) -> StepReport:
+    def _describe(self, step: _Step) -> StepReport:
         launches = tuple(
             LaunchReport(launch.bucket, self._buckets[launch.bucket].flat.nbytes, launch.algorithm, start, work.ended)
             for launch, work in zip(step.launches, step.works, strict=True)
@@ -201,9 +287,13 @@ class Scheduler:
         )
         return StepReport(
             step.started,
-            backward_end,
+            step.ended,
             tuple(BucketReport(b.flat.nbytes, tuple(e.name for e in b.entries)) for b in self._buckets),
             launches,
-            max(0.0, max(launch.end for launch in launches) - backward_end),
-            overlapped_fraction(launches, step.started, backward_end),
+            max(0.0, max(launch.end for launch in launches) - step.ended),
+            overlapped_fraction(launches, step.started, step.ended),
         )
+
+
+_schedulers: WeakKeyDictionary[Communicator, WeakSet[Scheduler]] = WeakKeyDictionary()
+_turns = itertools.count(1)

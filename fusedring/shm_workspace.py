@@ -38,8 +38,9 @@ from fusedring.signals import Signal, check_machine, cores
 SLOT_BYTES: Final = 2 << 20
 """A staging slot: small enough that the slots of all ranks stay in the last-level cache."""
 
-# A rank's control block, in bytes: signal and bell, then state words (code, culprit, epoch), then two headers.
-_BLOCK, _SIGNAL, _STATE, _HEADERS, _HEADER_STRIDE = 512, 0, 64, 128, 128
+# A rank's control block, in bytes: signal and bell, then state words (code, culprit, epoch), then two headers. Rank 0's
+# also has the alarm: not 0 once any rank has reported a failure.
+_BLOCK, _SIGNAL, _STATE, _ALARM, _HEADERS, _HEADER_STRIDE = 512, 0, 64, 96, 128, 128
 assert HEADER_BYTES <= _HEADER_STRIDE
 assert _HEADERS + 2 * _HEADER_STRIDE <= _BLOCK
 
@@ -87,8 +88,12 @@ class ShmWorkspace:
         # From here on this lock stands for this process being alive: no descriptor of the control file may be closed
         # before close(), since that would let go of it.
         fcntl.lockf(self._control_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
-        rendezvous.exchange(None, timeout=timeout, purpose="open the workspace")
-        self._staging = self._add_arena(2 * SLOT_BYTES, timeout=timeout)
+        try:
+            rendezvous.exchange(None, timeout=timeout, purpose="open the workspace")
+            self._staging = self._add_arena(2 * SLOT_BYTES, timeout=timeout)
+        except BaseException:
+            self.close()
+            raise
 
     # Memory
 
@@ -122,23 +127,23 @@ class ShmWorkspace:
         launch.agree(self.meet(request, timeout=timeout))
         total, fd, failure = _arena_bytes(nbytes, self.world_size), -1, 0
         try:
-            if self.rank == 0:
-                if total > memory.available_bytes():
-                    raise OSError(errno.ENOMEM, "not enough memory")
-                fd = memory.create(total)
-                memory.reserve(fd, 0, memory.PAGE)
-        except OSError as error:
-            failure = error.errno or errno.EIO
-        failure, fd_of_creator = _OFFER.unpack_from(self.meet(_OFFER.pack(failure, fd), timeout=timeout)[0])
-        try:
-            if not failure:
-                fd = fd if self.rank == 0 else memory.open_from(self._creator_pid, fd_of_creator)
-                memory.reserve(fd, _region_start(nbytes, self.rank), _stride(nbytes))
-        except OSError as error:
-            failure = error.errno or errno.EIO
-        offers = self.meet(_OFFER.pack(failure, -1), timeout=timeout)
-        failure = max(_OFFER.unpack_from(offer)[0] for offer in offers)
-        try:
+            try:
+                if self.rank == 0:
+                    if total > memory.available_bytes():
+                        raise OSError(errno.ENOMEM, "not enough memory")
+                    fd = memory.create(total)
+                    memory.reserve(fd, 0, memory.PAGE)
+            except OSError as error:
+                failure = error.errno or errno.EIO
+            failure, fd_of_creator = _OFFER.unpack_from(self.meet(_OFFER.pack(failure, fd), timeout=timeout)[0])
+            try:
+                if not failure:
+                    fd = fd if self.rank == 0 else memory.open_from(self._creator_pid, fd_of_creator)
+                    memory.reserve(fd, _region_start(nbytes, self.rank), _stride(nbytes))
+            except OSError as error:
+                failure = error.errno or errno.EIO
+            offers = self.meet(_OFFER.pack(failure, -1), timeout=timeout)
+            failure = max(_OFFER.unpack_from(offer)[0] for offer in offers)
             if failure:
                 raise OutOfMemoryError(
                     f"cannot reserve {total} bytes of shared memory ({nbytes} for each of {self.world_size} ranks): "
@@ -171,6 +176,8 @@ class ShmWorkspace:
         return [self._control[r * _BLOCK + at : r * _BLOCK + at + len(header)] for r in range(self.world_size)]
 
     def post(self, point: int, *, wake: bool = True) -> None:
+        if self._words[_ALARM // 8]:  # who gave up may use its memory again: do not go on writing there
+            self._check_health()
         self._signals[self.rank].post(self.epoch << _POINT_BITS | point, wake=wake)
 
     def wait(self, ranks: Sequence[int], point: int, *, timeout: float) -> None:
@@ -244,6 +251,7 @@ class ShmWorkspace:
         at = (self.rank * _BLOCK + _STATE) // 8
         self._words[at + 1], self._words[at + 2] = culprit, self.epoch
         self._words[at] = code
+        self._words[_ALARM // 8] = 1
 
     def _remember(self, failure: FusedRingError) -> FusedRingError:
         self._failure = failure
@@ -263,28 +271,31 @@ _REOPEN: Final = "Call fusedring.close() on all ranks of the group before its ne
 def _open_control(rendezvous: Rendezvous, timeout: float) -> tuple[int, int]:
     """The control file, made by rank 0 and opened by all: rank 0's process id, and this rank's descriptor."""
     fd, rank, purpose = -1, rendezvous.rank, "open the workspace"
-    if rank == 0:
-        fd = memory.create(rendezvous.world_size * _BLOCK)
-        memory.reserve(fd, 0, rendezvous.world_size * _BLOCK)
-    mine = {"host": _host(), "pid": os.getpid(), "uid": os.getuid(), "fd": fd}
-    ranks = rendezvous.exchange(mine, timeout=timeout, purpose=purpose)
-    problem = ""
-    if any(r["host"] != ranks[0]["host"] for r in ranks):
-        hosts = "; ".join(f"rank {i} in {r['host']}" for i, r in enumerate(ranks))
-        problem = f"the host engine needs all ranks of the group in one machine or container ({hosts})"
-    elif rank > 0:
-        try:
-            fd = memory.open_from(ranks[0]["pid"], ranks[0]["fd"])
-        except OSError as error:
-            problem = (
-                f"rank {rank} (user {mine['uid']}) cannot open the shared memory of rank 0 (user {ranks[0]['uid']}): "
-                f"{error.strerror}. Run all ranks as one user"
-            )
-    problems = list(filter(None, rendezvous.exchange(problem, timeout=timeout, purpose=purpose)))
-    if problems:
+    try:
+        if rank == 0:
+            fd = memory.create(rendezvous.world_size * _BLOCK)
+            memory.reserve(fd, 0, rendezvous.world_size * _BLOCK)
+        mine = {"host": _host(), "pid": os.getpid(), "uid": os.getuid(), "fd": fd}
+        ranks = rendezvous.exchange(mine, timeout=timeout, purpose=purpose)
+        problem = ""
+        if any(r["host"] != ranks[0]["host"] for r in ranks):
+            hosts = "; ".join(f"rank {i} in {r['host']}" for i, r in enumerate(ranks))
+            problem = f"the host engine needs all ranks of the group in one machine or container ({hosts})"
+        elif rank > 0:
+            try:
+                fd = memory.open_from(ranks[0]["pid"], ranks[0]["fd"])
+            except OSError as error:
+                problem = (
+                    f"rank {rank} (user {mine['uid']}) cannot open the shared memory of rank 0 (user "
+                    f"{ranks[0]['uid']}): {error.strerror}. Run all ranks as one user"
+                )
+        problems = list(filter(None, rendezvous.exchange(problem, timeout=timeout, purpose=purpose)))
+        if problems:
+            raise FusedRingError(problems[0])
+    except BaseException:
         if fd >= 0:
             os.close(fd)
-        raise FusedRingError(problems[0])
+        raise
     return int(ranks[0]["pid"]), fd
 
 

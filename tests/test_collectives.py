@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +86,7 @@ def check_options(rank: int, world: int) -> None:
     version = tensor._version
     works = [fusedring.all_reduce(tensor, async_op=True) for _ in range(3)]
     assert works[-1].wait(30)
+    assert works[-1].wait(timedelta(seconds=30))
     assert all(work.is_completed() for work in works)
     assert works[0].result() is tensor
     assert tensor._version > version
@@ -152,6 +155,42 @@ def check_late_rank(rank: int, world: int) -> str:
 
 def test_a_rank_that_never_comes_is_named_when_the_workspace_opens():
     assert "rank(s) 1" in run_ranks(2, check_late_rank)[0]
+
+
+def check_uneven_attempts(rank: int, world: int) -> None:
+    """Ranks try to open the workspace several times, each out of step with the others, until all meet."""
+    for _ in range(3 if rank == 0 else rank - 1):
+        with pytest.raises(fusedring.CollectiveTimeoutError):
+            fusedring.all_reduce(torch.ones(4), timeout=0.4)
+    dist.barrier()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(2):
+        tensor = torch.ones(4)
+        fusedring.all_reduce(tensor, op="sum", timeout=20)
+        assert (tensor == world).all()
+        fusedring.close()
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before, "a descriptor stays open"
+
+
+def test_attempts_that_failed_leave_nothing_behind():
+    run_ranks(3, check_uneven_attempts)
+
+
+def check_forked(rank: int, world: int) -> None:
+    child = os.fork() if rank == 0 else -1
+    if child == 0:
+        try:
+            fusedring.all_reduce(torch.ones(3), timeout=1)
+        except fusedring.FusedRingError as error:
+            os._exit(0 if "forked" in str(error) else 1)
+        os._exit(2)
+    if rank == 0:
+        assert os.waitpid(child, 0)[1] == 0
+    fusedring.all_reduce(torch.ones(3), timeout=20)
+
+
+def test_a_forked_child_does_not_speak_for_its_parent():
+    run_ranks(2, check_forked)
 
 
 def check_late_launch(rank: int, world: int) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fusedring
-from fusedring import FusedRingDDP
+from fusedring import FusedRingDDP, Work
 from tests.ranks import run_ranks
 
 
@@ -219,3 +221,229 @@ def check_odd_modules(rank: int, world: int) -> None:
 
 def test_dtypes_shapes_strides_buffers_and_copies():
     run_ranks(2, check_odd_modules)
+
+
+class Pair(nn.Module):
+    """Two wrapped layers of one layout, used in the order that each rank is told."""
+
+    def __init__(self, **options) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (FusedRingDDP(nn.Linear(4, 4), **options) for _ in range(2))
+
+
+def check_two_wrappers(rank: int, world: int) -> None:
+    x = torch.full((1, 4), float(rank + 1))
+    pair = Pair(bucket_cap_mb=1e-5)
+    for _ in range(3):
+        first, second = pair.first(x).sum(), 10 * pair.second(x).sum()
+        # Autograd starts with the operand that was made last, so the ranks' gradients come in different orders.
+        (first * 1 + second * 1 if rank == 0 else second.clone() + first.clone().clone()).backward()
+        assert (pair.first.module.weight.grad == 1.5).all()
+        assert (pair.second.module.weight.grad == 15).all()
+        pair.zero_grad()
+    loose = Pair(find_unused_parameters=True)
+    out = loose.first(x).sum() + 10 * loose.second(x).sum() * (1 if rank == 0 else 0)
+    out.backward()
+    assert (loose.first.module.weight.grad == 1.5).all()
+    assert (loose.second.module.weight.grad == 5).all()
+    # One after the other, later forward first or last.
+    for order in (("first", "second"), ("second", "first")):
+        loose.zero_grad()
+        losses = {name: getattr(loose, name)(x).sum() for name in ("first", "second")}
+        for name in order:
+            losses[name].backward()
+            assert (getattr(loose, name).module.weight.grad == 1.5).all()
+
+
+def test_wrappers_that_share_a_backward_do_not_mix_their_gradients():
+    run_ranks(2, check_two_wrappers)
+
+
+def check_wrong_wrapper(rank: int, world: int) -> str:
+    pair = Pair(timeout=20)
+    name = ("first", "second")[rank]
+    with pytest.raises(fusedring.MismatchError) as raised:
+        getattr(pair, name)(torch.ones(1, 4)).sum().backward()
+    return str(raised.value)
+
+
+def test_ranks_that_train_different_wrappers_are_told():
+    texts = run_ranks(2, check_wrong_wrapper)
+    assert texts[0] == texts[1]
+    assert "of wrapper 0" in texts[0]
+    assert "of wrapper 1" in texts[0]
+
+
+def check_interrupt(rank: int, world: int) -> None:
+    model = FusedRingDDP(make_model())
+    x = torch.full((1, 12), float(rank + 1))
+    if rank == 0:
+        real = Work.wait
+        calls = []
+
+        def interrupted(self, timeout=None):
+            calls.append(self)
+            if len(calls) == 1:
+                raise KeyboardInterrupt
+            return real(self, timeout)
+
+        Work.wait = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            model(x).sum().backward()
+        Work.wait = real
+    else:
+        time.sleep(1)  # rank 0 is interrupted while its launches wait for this rank
+        model(x).sum().backward()
+    model.zero_grad(set_to_none=False)
+    model(x).sum().backward()
+    assert (model.module[4].bias.grad == 1).all()
+    alone = make_model()
+    for r in range(world):
+        (alone(torch.full((1, 12), float(r + 1))).sum() / world).backward()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_an_interrupt_while_backward_waits_spoils_no_later_step():
+    run_ranks(2, check_interrupt)
+
+
+def check_second_backward(rank: int, world: int) -> None:
+    model = FusedRingDDP(make_model())
+    loss = model(torch.full((1, 12), float(rank + 1))).sum()
+    handle = model.module[2].weight.register_hook(lambda g: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    model.zero_grad()
+    loss.backward(retain_graph=True)
+    averaged = [p.grad.clone() for p in model.parameters()]
+    everyone = [None] * world
+    dist.all_gather_object(everyone, averaged)
+    assert all(torch.equal(a, b) for a, b in zip(*everyone, strict=True))
+    model.zero_grad()
+    loss.backward()  # and once more, through the same graph
+    assert all(torch.equal(p.grad, a) for p, a in zip(model.parameters(), averaged, strict=True))
+
+
+def test_another_backward_through_the_same_graph_is_averaged():
+    run_ranks(2, check_second_backward)
+
+
+def check_bypass(rank: int, world: int) -> None:
+    module = make_model()
+    model = FusedRingDDP(module, timeout=20)
+    x = torch.full((1, 12), float(rank))
+    model(x).sum().backward()
+    model.zero_grad()
+    if rank == 0:
+        for expected in (1, 0):
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                module(x).sum().backward()
+            assert sum("without calling it" in str(w.message) for w in seen) == expected
+    module.zero_grad()
+    gone, old = weakref.ref(model), model
+    model = FusedRingDDP(module)
+    del old
+    assert gone() is None, "something keeps a dropped wrapper alive"
+    for _ in range(2):
+        model(x).sum().backward()
+        assert (module[4].bias.grad == 1).all()
+        model.zero_grad()
+    del model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if rank == 0:
+            module(x).sum().backward()
+
+
+def test_only_backwards_of_the_wrapper_are_averaged_and_a_dropped_wrapper_is_gone():
+    run_ranks(2, check_bypass)
+
+
+def check_deferred_error(rank: int, world: int) -> None:
+    model = FusedRingDDP(Branches())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(torch.ones(2, 4), True).sum().backward()
+    with torch.no_grad():
+        model(torch.ones(2, 4), True)
+    with model.no_sync():
+        model(torch.ones(2, 4), True)
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        model(torch.ones(2, 4), True)
+
+
+def test_the_error_about_unused_parameters_waits_for_a_synced_forward():
+    run_ranks(2, check_deferred_error)
+
+
+def check_rank_without_any(rank: int, world: int) -> None:
+    class Maybe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x, used):
+            return self.layer(x) if used else x * 2
+
+    model = FusedRingDDP(Maybe(), find_unused_parameters=True, timeout=20)
+    x = torch.ones(1, 4, requires_grad=True)
+    for _ in range(2):
+        model(x, rank == 0).sum().backward()
+        assert (model.module.layer.bias.grad == 1 / world).all()
+        model.zero_grad()
+    # autograd.grad through the output begins no step.
+    torch.autograd.grad(model(x, True).sum(), x)
+    model(x, True).sum().backward()
+    assert (model.module.layer.bias.grad == 1).all()
+
+
+def test_a_rank_may_use_no_parameter_at_all():
+    run_ranks(2, check_rank_without_any)
+
+
+def check_option_agreement(rank: int, world: int) -> list[str]:
+    texts = []
+
+    class Buffered(nn.Module):
+        def __init__(self, size: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("statistics", torch.zeros(size))
+
+    for make in (
+        lambda: FusedRingDDP(nn.Linear(2, 2), broadcast_buffers=rank == 0),
+        lambda: FusedRingDDP(nn.Linear(2, 2), init_sync=rank == 0),
+        lambda: FusedRingDDP(Buffered(2 + rank)),
+    ):
+        with pytest.raises(fusedring.MismatchError) as raised:
+            make()
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_buffers_and_options_are_compared_too():
+    texts = run_ranks(2, check_option_agreement)
+    assert texts[0] == texts[1]
+    assert ["broadcast_buffers" in texts[0][0], "init_sync" in texts[0][1], "statistics" in texts[0][2]] == [True] * 3
+
+
+def check_late_wrap(rank: int, world: int) -> None:
+    fusedring.all_reduce(torch.ones(3))
+    dist.barrier()
+    if rank == 1:
+        time.sleep(3)
+    with pytest.raises(fusedring.FusedRingError) as raised:
+        FusedRingDDP(nn.Linear(2, 2), timeout=1)
+    if rank == 0:
+        assert "rank(s) 1" in str(raised.value)
+    dist.barrier()
+    fusedring.close()
+    FusedRingDDP(nn.Linear(2, 2), timeout=20)
+
+
+def test_a_rank_that_wraps_too_late_is_told_and_close_starts_anew():
+    run_ranks(2, check_late_wrap)
