@@ -6,7 +6,7 @@ launch the same things. A rank that missed a gradient says so in the note of its
 who had which. A launch carries the step's number: a rank that lost a step is found, not paired with the wrong one.
 
 Several wrappers may take part in one backward, and their gradients may come in another order on another rank. So they
-take turns. Backward visits modules in the reverse order of their forwards; hence a wrapper holds back its launches until
+take turns. Backward visits modules in the reverse order of their forwards; so a wrapper holds its launches back until
 every wrapper whose forward came later has launched all of its own. The end of backward launches what is left, of all
 wrappers in that same order, before anybody waits.
 """
