@@ -25,8 +25,8 @@ from fusedring.communicator import Communicator, communicator_of
 from fusedring.config import RingConfig, WireDtype, check_engine
 from fusedring.errors import MismatchError
 from fusedring.log import logger
+from fusedring.report import StepReport
 from fusedring.scheduler import Backward, Scheduler
-from fusedring.trace import StepReport
 
 DEFAULT_BUCKET_MB = 25.0
 FIRST_BUCKET_MB = 1.0

@@ -26,7 +26,7 @@ from fusedring.communicator import Batch, Communicator, Work
 from fusedring.config import RingConfig, scale_factor
 from fusedring.errors import MismatchError
 from fusedring.launch import Launch
-from fusedring.trace import BucketReport, LaunchReport, StepReport, overlapped_fraction
+from fusedring.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
 
 _GRADIENT_MISSING = 1
 

@@ -13,8 +13,9 @@ ROOT = Path(fusedring.__file__).parent
 
 # Each file imports only from files on lower floors (or, for packages, from its own package).
 FLOORS = [
-    {"version", "errors", "plan", "trace"},
-    {"log", "config"},
+    {"version", "errors", "plan", "report"},
+    {"log", "config", "walk"},
+    {"pictures"},
     {"launch", "memory", "signals", "rendezvous", "arithmetic"},
     {"workspace"},
     {"shm_workspace"},

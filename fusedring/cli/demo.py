@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fusedring.cli.arguments import whole_number
+
 LOSS_TOLERANCE = {None: 0.02, "fp16": 0.05, "bf16": 0.1}
 """How far apart the two final losses may be, in nats: rounding differs and training amplifies that."""
 
@@ -27,8 +29,8 @@ class DemoOptions:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `fusedring demo`."""
-    parser.add_argument("--ranks", type=_positive, default=2, help="processes to train with (default 2)")
-    parser.add_argument("--steps", type=_positive, default=40, help="training steps of each wrapper (default 40)")
+    parser.add_argument("--ranks", type=whole_number(1), default=2, help="processes to train with (default 2)")
+    parser.add_argument("--steps", type=whole_number(1), default=40, help="training steps of each wrapper (default 40)")
     parser.add_argument("--wire", choices=("fp16", "bf16"), help="wire dtype of the ring (default: float32)")
     parser.add_argument(
         "--algorithm", choices=("auto", "ring", "two_shot", "one_shot", "master"), default="ring", help="default ring"
@@ -145,13 +147,3 @@ def _print_table(result: dict[str, Any], apart: float, tolerance: float) -> None
     console = Console()
     console.print(table)
     console.print(f"final losses differ by {apart:.4f} (tolerance {tolerance})")
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return value
