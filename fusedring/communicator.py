@@ -27,6 +27,7 @@ from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchErr
 from fusedring.host_engine import HostEngine, Outcome
 from fusedring.launch import Launch
 from fusedring.rendezvous import Rendezvous, group_timeout
+from fusedring.trace import COMMUNICATION, Track, recording
 from fusedring.workspace import open_workspace
 
 ONE_SHOT_BYTES = 32 << 10
@@ -85,11 +86,27 @@ class Work:
         return self._ended
 
 
+class _Profiled:
+    """A span in torch's profiler, which records the thread that launches and not the communicator's own."""
+
+    def __init__(self, label: str) -> None:
+        self._ended: torch.futures.Future[None] = torch.futures.Future()
+        record = torch.autograd.profiler.record_function(label)
+        record.__enter__()  # type: ignore[no-untyped-call]
+        # The profiler knows this thread only; the future's callback carries that over to the thread that ends it.
+        record._call_end_callbacks_on_future(self._ended)
+
+    def end(self) -> None:
+        """May be called by another thread."""
+        self._ended.set_result(None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     act: Callable[[], Any]
     work: Work
     batch: Batch = field(default_factory=Batch)
+    profiled: _Profiled | None = None
 
 
 class Communicator:
@@ -102,6 +119,7 @@ class Communicator:
         self.rank, self.world_size = self._rendezvous.rank, self._rendezvous.world_size
         self._workspace = open_workspace(self._rendezvous, timeout=limit)
         self._engine = HostEngine(self._workspace)
+        self._track = Track(COMMUNICATION)
         self._turn = threading.Lock()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._queued = 0
@@ -144,7 +162,8 @@ class Communicator:
     def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float | None) -> None:
         """Execute `launch` on the flat `tensor` and return when it has ended."""
         limit = timeout or self.default_timeout
-        self._in_order(lambda: self._engine.run(launch, tensor, timeout=limit))
+        with torch.autograd.profiler.record_function(launch.label):
+            self._in_order(lambda: self._execute(launch, tensor, limit))
 
     def submit(
         self,
@@ -157,9 +176,8 @@ class Communicator:
     ) -> Work:
         """Queue `launch` on the flat `tensor`; the Work gives `result`."""
         limit, work = timeout or self.default_timeout, Work(result)
-        self._enqueue(
-            _Task(lambda: self._engine.run(launch, tensor, timeout=limit), work, batch or Batch()),
-        )
+        profiled = _Profiled(launch.label) if torch._C._autograd._profiler_enabled() else None
+        self._enqueue(_Task(lambda: self._execute(launch, tensor, limit), work, batch or Batch(), profiled))
         return work
 
     def settle(self) -> None:
@@ -183,6 +201,23 @@ class Communicator:
             self._tasks.put(None)
             self._thread.join(timeout=1)
         self._workspace.close()
+
+    def _execute(self, launch: Launch, tensor: torch.Tensor, limit: float) -> Outcome:
+        begun = time.perf_counter()
+        outcome = self._engine.run(launch, tensor, timeout=limit)
+        if recording():
+            self._track.span("meet", begun, outcome.started)
+            self._track.span(
+                launch.label,
+                outcome.started,
+                time.perf_counter(),
+                bytes=tensor.nbytes,
+                algorithm=launch.algorithm,
+                wire=str(launch.wire).removeprefix("torch."),
+                wrapper=launch.wrapper,
+                step=launch.step,
+            )
+        return outcome
 
     def _in_order(self, act: Callable[[], Any]) -> Any:
         with self._counting:
@@ -222,6 +257,8 @@ class Communicator:
             except BaseException as error:  # raised by wait(), in the thread that asked
                 task.work._error = task.batch.error = error
             task.work._ended = time.perf_counter()
+            if task.profiled is not None:
+                task.profiled.end()
             with self._counting:
                 self._queued -= 1
             task.work._finished.set()

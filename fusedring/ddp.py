@@ -6,6 +6,7 @@ import copy
 import functools
 import hashlib
 import json
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from fusedring.errors import MismatchError
 from fusedring.log import logger
 from fusedring.report import StepReport
 from fusedring.scheduler import Backward, Scheduler
+from fusedring.trace import FORWARD, recording
 
 DEFAULT_BUCKET_MB = 25.0
 FIRST_BUCKET_MB = 1.0
@@ -107,6 +109,7 @@ class FusedRingDDP(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Whether the next backward is synced is decided here (see `no_sync`)."""
+        started = time.perf_counter()
         self._before_forward()
         try:
             output = self.module(*inputs, **kwargs)
@@ -116,6 +119,9 @@ class FusedRingDDP(nn.Module):
             raise
         if self._synced and torch.is_grad_enabled():
             self._watch(output, inputs, kwargs)
+        if self._scheduler is not None and recording():
+            name = FORWARD if torch.is_grad_enabled() else f"{FORWARD} without gradients"
+            self._scheduler.track.span(name, started, time.perf_counter(), synced=self._synced)
         return output
 
     @contextmanager

@@ -59,6 +59,11 @@ class Launch:
     bucket: int = -1
     note: int = 0
 
+    @property
+    def label(self) -> str:
+        """Its name in profiles and traces."""
+        return f"fusedring::{self.kind}" + (f"[bucket={self.bucket}]" if self.bucket >= 0 else "")
+
 
 def pack(launch: Launch, location: Location | None) -> bytes:
     """The header of `launch` at a rank whose tensor lies at `location` (None: outside the workspace)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MATPLOTLIB_MISSING = "a picture needs matplotlib: pip install matplotlib"
+
+MOST_GPUS_DRAWN = 16
+"""Above that nobody could read the picture."""
 
 _DPI = 100
 _WIDTH_INCHES = 12.0
@@ -70,7 +74,7 @@ def _columns(iterations: Sequence[Iteration], world: int) -> int:
     """Panels in a row: few enough that every arrow keeps a legible label at 1200 pixels."""
     if any(_crowded(iteration, world) for iteration in iterations) and world > 4:
         return 1
-    return 3 if world <= 4 and len(iterations) > 4 else 2
+    return 2
 
 
 def _crowded(iteration: Iteration, world: int) -> bool:
@@ -170,10 +174,18 @@ def draw_training(
     for place, (title, series) in enumerate((("loss (nats per character)", losses), ("step (ms)", step_ms)), 1):
         axes = figure.add_subplot(2, 2, place)
         for number, (name, values) in enumerate(series.items()):
-            axes.plot(range(1, len(values) + 1), values, label=name, color=_COLOURS[number], linewidth=1.6)
+            axes.plot(
+                range(1, len(values) + 1),
+                values,
+                ("-", "--")[number % 2],
+                label=name,
+                color=_COLOURS[number],
+                linewidth=1.8,
+            )
         axes.set_title(title)
         axes.set_xlabel("step")
-        axes.set_ylim(bottom=0)
+        # The first steps are slow and the first losses high; what matters comes later.
+        axes.set_ylim(0, 2 * statistics.median(value for values in series.values() for value in values))
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     draw_overlap(figure.add_subplot(2, 1, 2), report)
@@ -202,7 +214,7 @@ def draw_overlap(axes: Axes, report: StepReport) -> None:
     axes.set_xlim(0, 1.12 * ms(end))
     axes.set_xlabel("ms since backward began")
     axes.set_title(f"the last backward: {report.overlap:.0%} of the communication lay within it")
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(frameon=False, loc="lower left")
 
 
 def _figure(height_inches: float) -> Figure:

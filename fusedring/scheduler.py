@@ -27,6 +27,7 @@ from fusedring.config import RingConfig, scale_factor
 from fusedring.errors import MismatchError
 from fusedring.launch import Launch
 from fusedring.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
+from fusedring.trace import BACKWARD, WAIT, Track, recording
 
 _GRADIENT_MISSING = 1
 
@@ -82,6 +83,7 @@ class Scheduler:
         self._wrapper = communicator.number_wrapper()
         self._turn = 0
         self._expecting = False
+        self.track = Track(f"FusedRingDDP {self._wrapper}")
         self._colleagues = _schedulers.setdefault(communicator, WeakSet())
         self._colleagues.add(self)
         self.report: StepReport | None = None
@@ -131,6 +133,8 @@ class Scheduler:
                 "several backward passes"
             )
         self._take(entry)
+        if recording():
+            self.track.mark("gradient ready", time.perf_counter(), parameter=entry.name, bucket=bucket)
         step.arrived[bucket][position] = True
         step.waiting_for[bucket] -= 1
         self._advance(step)
@@ -158,6 +162,9 @@ class Scheduler:
                 self._step = None
         missing = self._hand_out(counts)
         self.report = self._describe(step)
+        if recording():
+            self.track.span(BACKWARD, step.started, step.ended, step=step.number)
+            self.track.span(WAIT, step.ended, time.perf_counter(), step=step.number)
         return missing
 
     def abandon(self) -> None:

@@ -25,12 +25,32 @@ def test_json_is_all_that_stdout_gets(tmp_path):
     assert result["fusedring"]["loss_end"] < result["fusedring"]["loss_start"]
     assert result["fusedring"]["bytes_moved"] < 0.6 * result["torch_ddp"]["bytes_moved"]
     assert json.loads((tmp_path / "demo.json").read_text()) == result
+    assert Path(result["plot"]).read_bytes().startswith(b"\x89PNG")
+    events = json.loads(Path(result["trace"]).read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert sum(event["pid"] == 1 and event["name"].startswith("step ") for event in events) >= 4
 
 
 def test_one_rank_works_and_shows_a_table():
     done = run_demo("--ranks", "1", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "loss at end" in done.stdout
+
+
+def test_without_matplotlib_there_is_a_word_instead_of_a_plot(tmp_path):
+    code = (
+        "import importlib.util, sys; real = importlib.util.find_spec; "
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'matplotlib' else real(name, *rest); "
+        "from fusedring.cli import main; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "demo", "--ranks", "1", "--steps", "2", "--out", str(tmp_path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "pip install matplotlib" in done.stderr
+    result = json.loads(done.stdout)
+    assert result["plot"] is None
+    assert Path(result["trace"]).exists()
 
 
 def test_wrong_arguments_exit_with_2():

@@ -13,7 +13,7 @@ ROOT = Path(fusedring.__file__).parent
 
 # Each file imports only from files on lower floors (or, for packages, from its own package).
 FLOORS = [
-    {"version", "errors", "plan", "report"},
+    {"version", "errors", "plan", "report", "trace"},
     {"log", "config", "walk"},
     {"pictures"},
     {"launch", "memory", "signals", "rendezvous", "arithmetic"},

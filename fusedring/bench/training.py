@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
 from fusedring.ddp import FusedRingDDP
 from fusedring.plan import make_plan
+from fusedring.report import StepReport
 
 WARM_UP_STEPS = 2
 """Not timed: the first steps allocate, and torch's DDP rebuilds its buckets after the first."""
@@ -40,6 +41,18 @@ class TrainingRun:
     bytes_moved: int
 
 
+@dataclass(frozen=True, slots=True)
+class History:
+    """How it went, step by step. losses: this rank's, in nats per character; step_ms: of the slowest rank.
+
+    report: the last backward of a FusedRingDDP; None for torch's DDP.
+    """
+
+    losses: tuple[float, ...]
+    step_ms: tuple[float, ...]
+    report: StepReport | None
+
+
 def train(
     wrapper: str,
     *,
@@ -49,8 +62,8 @@ def train(
     wire: str | None,
     algorithm: str,
     progress: Callable[[float], None],
-) -> TrainingRun:
-    """Train on this rank of the default group for `steps` steps; every rank returns the same figures.
+) -> tuple[TrainingRun, History]:
+    """Train on this rank of the default group for `steps` steps; every rank returns the same TrainingRun.
 
     wrapper: 'fusedring' or 'torch_ddp'. progress: called after each step with this rank's loss.
     """
@@ -75,12 +88,13 @@ def train(
         times.append(time.perf_counter() - start)
         losses.append(loss.item())
         progress(losses[-1])
-    times = _slowest_rank(times[min(WARM_UP_STEPS, steps - 1) :])
+    report = replica.report() if isinstance(replica, FusedRingDDP) else None
+    times = _slowest_rank(times)
     exposed = _exposed(replica, batch_at(data, config, step=steps, rank=rank, size=batch_size))
     ends = torch.tensor([losses[0], losses[-1]], dtype=torch.float64)
     dist.all_reduce(ends)
-    step_seconds = statistics.median(times)
-    return TrainingRun(
+    step_seconds = statistics.median(times[min(WARM_UP_STEPS, steps - 1) :])
+    run = TrainingRun(
         loss_start=float(ends[0]) / world,
         loss_end=float(ends[1]) / world,
         step_ms=1e3 * step_seconds,
@@ -88,6 +102,7 @@ def train(
         exposed_ms=1e3 * exposed,
         bytes_moved=_bytes_moved(replica, world),
     )
+    return run, History(tuple(losses), tuple(1e3 * seconds for seconds in times), report)
 
 
 def _exposed(replica: FusedRingDDP | DistributedDataParallel, batch: torch.Tensor) -> float:

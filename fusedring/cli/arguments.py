@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """An argparse type: a whole number of at least `least`."""
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An argparse type: a whole number of at least `least` and, where given, at most `most`."""
 
     def parse(text: str) -> int:
         try:
@@ -16,6 +16,8 @@ def whole_number(least: int) -> Callable[[str], int]:
             value = least - 1
         if value < least:
             raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+        if most is not None and value > most:
+            raise argparse.ArgumentTypeError(f"must be at most {most}, got {text!r}")
         return value
 
     return parse

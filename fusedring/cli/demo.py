@@ -6,11 +6,16 @@ import argparse
 import json
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fusedring.bench.training import History, train
 from fusedring.cli.arguments import whole_number
+from fusedring.cli.local_ranks import RanksFailedError, run_on_ranks
+from fusedring.pictures import MATPLOTLIB_MISSING, draw_training, has_matplotlib
+from fusedring.trace import trace
 
 LOSS_TOLERANCE = {None: 0.02, "fp16": 0.05, "bf16": 0.1}
 """How far apart the two final losses may be, in nats: rounding differs and training amplifies that."""
@@ -25,6 +30,7 @@ class DemoOptions:
     wire: str | None
     algorithm: str
     quiet: bool
+    trace: Path | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,59 +41,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithm", choices=("auto", "ring", "two_shot", "one_shot", "master"), default="ring", help="default ring"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the result there as demo.json")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write demo.json, a plot and a trace there")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Start the ranks, wait for them and print what they measured. Exit code 1 if the losses disagree."""
-    settings = DemoOptions(options.ranks, options.steps, options.wire, options.algorithm, options.json)
+    out: Path | None = options.out
+    settings = DemoOptions(
+        options.ranks, options.steps, options.wire, options.algorithm, options.json, out and out / "trace"
+    )
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
     try:
-        runs = _launch(settings)
+        runs, histories = run_on_ranks(train_rank, settings.ranks, settings)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except RanksFailedError as error:
+        print(f"the demo failed: {error}", file=sys.stderr)
+        return 1
     result = {"ranks": settings.ranks, "steps": settings.steps, "wire": settings.wire, **runs}
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
-        (options.out / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
+    if out is not None and settings.trace is not None:
+        result["plot"] = _plot(histories, out / "demo.png")
+        result["trace"] = str(settings.trace / "trace.json")
+        (out / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
     apart = abs(runs["fusedring"]["loss_end"] - runs["torch_ddp"]["loss_end"])
     tolerance = LOSS_TOLERANCE[settings.wire]
     if options.json:
         print(json.dumps(result))
     else:
         _print_table(result, apart, tolerance)
+        if out is not None:
+            written = [str(out / "demo.json"), result["plot"], f"{result['trace']} (open it in ui.perfetto.dev)"]
+            print("\n".join(["wrote", *(f"  {path}" for path in written if path)]))
     if apart > tolerance:
         print(f"the final losses differ by {apart:.4f}, more than {tolerance}", file=sys.stderr)
         return 1
     return 0
 
 
-def _launch(settings: DemoOptions) -> dict[str, Any]:
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // settings.ranks)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=settings.ranks,
-        run_id="fusedring-demo",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=0,
-        monitor_interval=0.1,
-        start_method="spawn",
+def _plot(histories: dict[str, History], path: Path) -> str | None:
+    """Draw the runs; the path, or None with a word on stderr if matplotlib is missing."""
+    if not has_matplotlib():
+        print(MATPLOTLIB_MISSING, file=sys.stderr)
+        return None
+    report = histories["fusedring"].report
+    assert report is not None
+    draw_training(
+        {name: history.losses for name, history in histories.items()},
+        {name: history.step_ms for name, history in histories.items()},
+        report,
+        path,
     )
-    try:
-        results: dict[int, dict[str, Any]] = elastic_launch(config, train_rank)(settings)
-    except SignalException:
-        raise KeyboardInterrupt from None
-    return results[0]
+    return str(path)
 
 
-def train_rank(settings: DemoOptions) -> dict[str, Any]:
+def train_rank(settings: DemoOptions) -> tuple[dict[str, Any], dict[str, History]]:
     """One rank: train twice from the same start; rank 0's progress bar goes to stderr."""
     import torch
     import torch.distributed as dist
@@ -95,13 +105,13 @@ def train_rank(settings: DemoOptions) -> dict[str, Any]:
     from rich.progress import Progress
 
     from fusedring.bench.gpt import GPTConfig
-    from fusedring.bench.training import train
     from fusedring.collectives import close
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
     silent = settings.quiet or dist.get_rank() > 0
     runs: dict[str, Any] = {}
+    histories: dict[str, History] = {}
     try:
         with Progress(console=Console(stderr=True), disable=silent) as bar:
             for wrapper in ("fusedring", "torch_ddp"):
@@ -110,20 +120,22 @@ def train_rank(settings: DemoOptions) -> dict[str, Any]:
                 def advance(loss: float, task: Any = task, name: str = wrapper) -> None:
                     bar.update(task, advance=1, description=f"{name} loss {loss:.3f}")
 
-                run = train(
-                    wrapper,
-                    steps=settings.steps,
-                    batch_size=8,
-                    config=GPTConfig(),
-                    wire=settings.wire,
-                    algorithm=settings.algorithm,
-                    progress=advance,
-                )
+                traced = settings.trace if wrapper == "fusedring" else None
+                with trace(traced) if traced is not None else nullcontext():
+                    run, histories[wrapper] = train(
+                        wrapper,
+                        steps=settings.steps,
+                        batch_size=8,
+                        config=GPTConfig(),
+                        wire=settings.wire,
+                        algorithm=settings.algorithm,
+                        progress=advance,
+                    )
                 runs[wrapper] = asdict(run)
         close()
     finally:
         dist.destroy_process_group()
-    return runs
+    return runs, histories
 
 
 def _print_table(result: dict[str, Any], apart: float, tolerance: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fusedring.cli.arguments import whole_number
-from fusedring.pictures import MATPLOTLIB_MISSING, draw_walk, has_matplotlib
+from fusedring.pictures import MATPLOTLIB_MISSING, MOST_GPUS_DRAWN, draw_walk, has_matplotlib
 from fusedring.plan import ALGORITHMS, COLLECTING, Plan, make_plan
 from fusedring.walk import Iteration, Move, gpu, gradient, sum_in_words, walk
 
@@ -24,7 +24,7 @@ _PHASES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `fusedring explain`."""
-    parser.add_argument("--world", type=whole_number(1), default=4, metavar="W", help="number of GPUs (default 4)")
+    parser.add_argument("--world", type=whole_number(1, 128), default=4, metavar="W", help="number of GPUs (default 4)")
     parser.add_argument("--algorithm", choices=ALGORITHMS, default="ring", help="default ring")
     parser.add_argument(
         "--elements", type=whole_number(0), default=1_000_000, metavar="N", help="gradient elements (default 1000000)"
@@ -37,6 +37,9 @@ def run(options: argparse.Namespace) -> int:
     """Print (and draw) the walk. Exit code 2 if a picture is asked for and matplotlib is missing."""
     plan = make_plan("all_reduce", options.algorithm, options.world, options.elements)
     if options.png is not None:
+        if options.world > MOST_GPUS_DRAWN:
+            print(f"--png: a picture can show {MOST_GPUS_DRAWN} GPUs at most, got {options.world}", file=sys.stderr)
+            return 2
         if not has_matplotlib():
             print(MATPLOTLIB_MISSING, file=sys.stderr)
             return 2

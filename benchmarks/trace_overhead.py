@@ -1,0 +1,60 @@
+"""What recording a trace costs: training steps with and without it, in turn.
+
+torchrun --nproc-per-node 2 benchmarks/trace_overhead.py [--pairs 60]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+import fusedring
+from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=60)
+    pairs = parser.parse_args().pairs
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    dist.init_process_group("gloo")
+    config, data = GPTConfig(), corpus()
+    model = fusedring.FusedRingDDP(GPT(config), algorithm="ring")
+    batch = batch_at(data, config, step=0, rank=dist.get_rank(), size=8)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory() as directory:
+        for pair in range(pairs + 2):
+            for traced in (True, False) if pair % 2 else (False, True):
+                dist.barrier()
+                with fusedring.trace(directory) if traced else nullcontext():
+                    start = time.perf_counter()
+                    loss_of(model, batch).backward()
+                    model.zero_grad()
+                    took = time.perf_counter() - start
+                if pair >= 2:
+                    times[traced].append(took)
+    slowest = {}
+    for traced, seconds in times.items():
+        tensor = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        slowest[traced] = tensor.tolist()
+    if dist.get_rank() == 0:
+        ratios = [on / off for on, off in zip(slowest[True], slowest[False], strict=True)]
+        median = statistics.median(slowest[True]) / statistics.median(slowest[False])
+        quartiles = statistics.quantiles(ratios, n=4)
+        print(f"{pairs} pairs of steps on {dist.get_world_size()} ranks, torch {torch.__version__}")
+        print(f"step with trace / without: {median:.3f} (ratio of medians)")
+        print(f"of each pair: median {quartiles[1]:.3f}, quartiles {quartiles[0]:.3f} and {quartiles[2]:.3f}")
+    fusedring.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
