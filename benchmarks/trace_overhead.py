@@ -11,12 +11,14 @@ import statistics
 import tempfile
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import fusedring
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
+from fusedring.trace import Recorder, Track, _recorders
 
 
 def main() -> None:
@@ -52,8 +54,29 @@ def main() -> None:
         print(f"{pairs} pairs of steps on {dist.get_world_size()} ranks, torch {torch.__version__}")
         print(f"step with trace / without: {median:.3f} (ratio of medians)")
         print(f"of each pair: median {quartiles[1]:.3f}, quartiles {quartiles[0]:.3f} and {quartiles[2]:.3f}")
+        events, seconds = _cost_of_events(model, batch)
+        share = events * seconds / statistics.median(slowest[False])
+        print(f"{events} events a step, {1e6 * seconds:.2f} us each: {share:.2%} of a step")
+    else:
+        _cost_of_events(model, batch)
     fusedring.close()
     dist.destroy_process_group()
+
+
+def _cost_of_events(model: fusedring.FusedRingDDP, batch: torch.Tensor) -> tuple[int, float]:
+    """How many events this rank records in a step, and the seconds that recording one takes."""
+    with tempfile.TemporaryDirectory() as directory:
+        recorder = Recorder(Path(directory))
+        _recorders.append(recorder)
+        loss_of(model, batch).backward()
+        events = len(recorder._events)
+        track, repeats = Track("cost"), 20_000
+        start = time.perf_counter()
+        for _ in range(repeats):
+            track.mark("gradient ready", time.perf_counter(), parameter="weight", bucket=0)
+        seconds = (time.perf_counter() - start) / repeats
+        _recorders.remove(recorder)
+    return events, seconds
 
 
 if __name__ == "__main__":

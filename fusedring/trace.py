@@ -19,9 +19,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -56,8 +55,7 @@ def recording() -> bool:
     return bool(_recorders)
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something on a track from `start` to `end` (None: at one moment), in seconds of time.perf_counter()."""
 
     track: Track
