@@ -53,7 +53,7 @@ def draw_walk(plan: Plan, path: Path) -> None:
     if not iterations:
         figure.text(0.5, 0.5, "no steps: one GPU has nobody to send to", ha="center", fontsize=14)
     for number, iteration in enumerate(iterations, 1):
-        axes = figure.add_subplot(rows, columns, number)
+        axes = figure.add_subplot(rows, min(columns, len(iterations)), number)
         axes.set_title(f"step {number} of {len(iterations)}: {iteration.phase}", fontsize=13)
         _draw_step(axes, plan, iteration)
     meanings = (("own contribution", _OWN), ("partial sum", _PARTIAL), ("full sum", _FULL))
