@@ -1,4 +1,4 @@
-"""Make the pictures of docs/how-it-works.md: python docs/make_pictures.py (needs matplotlib, takes about 15 seconds)."""
+"""Make the pictures of docs/how-it-works.md: python docs/make_pictures.py (needs matplotlib, takes 10 seconds)."""
 
 from __future__ import annotations
 
