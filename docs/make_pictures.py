@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
-from fusedring.cli.local_ranks import run_on_ranks
-from fusedring.collectives import close
+from fusedring.bench.local_ranks import run_on_ranks
 from fusedring.ddp import FusedRingDDP
-from fusedring.pictures import draw_overlap, draw_walk
+from fusedring.pictures import draw_walk
 from fusedring.plan import ALGORITHMS, make_plan
+from fusedring.plots import draw_overlap
 from fusedring.report import StepReport
 
 PICTURES = Path(__file__).parent / "pictures"
@@ -25,16 +22,11 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for algorithm in ALGORITHMS:
         draw_walk(make_plan("all_reduce", algorithm, 4, ELEMENTS), PICTURES / f"{algorithm}.png")
-    figure = Figure(figsize=(12, 5))
-    draw_overlap(figure.add_subplot(), run_on_ranks(train, 2))
-    figure.tight_layout()
-    figure.savefig(PICTURES / "overlap.png", dpi=100)
+    draw_overlap(run_on_ranks(train, 2), PICTURES / "overlap.png")
 
 
 def train() -> StepReport:
     """A few steps of the demo's model with small buckets; rank 0's report of the last backward."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dist.init_process_group("gloo")
     config, data = GPTConfig(), corpus()
     model = FusedRingDDP(GPT(config), algorithm="ring", bucket_cap_mb=2)
     for step in range(5):
@@ -42,8 +34,6 @@ def train() -> StepReport:
         loss_of(model, batch_at(data, config, step=step, rank=dist.get_rank(), size=8)).backward()
     report = model.report()
     assert report is not None
-    close()
-    dist.destroy_process_group()
     return report
 
 

@@ -8,7 +8,7 @@ if sys.platform != "linux":
 from fusedring.collectives import Work, all_gather, all_reduce, close, empty, reduce_scatter
 from fusedring.ddp import FusedRingDDP
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError, PeerLostError
-from fusedring.trace import trace
+from fusedring.tracing import trace
 from fusedring.version import __version__
 
 __all__ = [

@@ -15,13 +15,10 @@ from typing import Final
 
 import torch
 
+from fusedring.config import accumulate_dtype
+
 CHUNK_ELEMENTS: Final = 32768
 """torch splits element-wise work among threads above 32768 elements; below 16384 its call overhead shows."""
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which contributions to a tensor of `dtype` are scaled and summed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Arithmetic:

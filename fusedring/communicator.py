@@ -27,8 +27,8 @@ from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchErr
 from fusedring.host_engine import HostEngine, Outcome
 from fusedring.launch import Launch
 from fusedring.rendezvous import Rendezvous, group_timeout
-from fusedring.trace import COMMUNICATION, Track, recording
-from fusedring.workspace import open_workspace
+from fusedring.shm_workspace import ShmWorkspace
+from fusedring.tracing import COMMUNICATION, Track, recording
 
 ONE_SHOT_BYTES = 32 << 10
 """Up to this tensor size 'auto' means one_shot, above it two_shot (see benchmarks/collectives.py)."""
@@ -44,8 +44,9 @@ class Batch:
 class Work:
     """A collective under way, as `torch.distributed.Work`."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, label: str) -> None:
         self._tensor = tensor
+        self._label = label
         self._finished = threading.Event()
         self._error: BaseException | None = None
         self._value: Any = None
@@ -64,7 +65,9 @@ class Work:
             timeout = timeout.total_seconds()
         check_timeout(timeout)
         if not self._finished.wait(timeout):
-            raise CollectiveTimeoutError(f"the collective has not ended after {timeout:g} s; it goes on")
+            raise CollectiveTimeoutError(
+                f"{self._label} has not ended after {timeout:g} s; it goes on: wait again, or with a longer timeout"
+            )
         if self._error is not None:
             raise self._error
         return True
@@ -117,7 +120,7 @@ class Communicator:
         limit = timeout or self.default_timeout
         self._rendezvous = Rendezvous(group, timeout=limit)
         self.rank, self.world_size = self._rendezvous.rank, self._rendezvous.world_size
-        self._workspace = open_workspace(self._rendezvous, timeout=limit)
+        self._workspace = ShmWorkspace(self._rendezvous, timeout=limit)
         self._engine = HostEngine(self._workspace)
         self._track = Track(COMMUNICATION)
         self._turn = threading.Lock()
@@ -175,14 +178,20 @@ class Communicator:
         batch: Batch | None = None,
     ) -> Work:
         """Queue `launch` on the flat `tensor`; the Work gives `result`."""
-        limit, work = timeout or self.default_timeout, Work(result)
+        limit, work = timeout or self.default_timeout, Work(result, launch.label)
+        self._check_open()
         profiled = _Profiled(launch.label) if torch._C._autograd._profiler_enabled() else None
         self._enqueue(_Task(lambda: self._execute(launch, tensor, limit), work, batch or Batch(), profiled))
         return work
 
     def settle(self) -> None:
         """Return once everything that is queued has ended, well or not."""
-        self._in_order(lambda: None)
+        with self._counting:
+            queued = self._queued
+        if queued and not self.closed:  # closing settles, too
+            task = _Task(lambda: None, Work(torch.empty(0), "the call"))
+            self._enqueue(task)
+            task.work.wait()
 
     def close(self) -> None:
         """Finish what is queued, then let go of thread and memory. Not collective."""
@@ -191,7 +200,8 @@ class Communicator:
         if self._thread is not None and self._thread.is_alive():
             self._tasks.put(None)
             self._thread.join()
-        self._workspace.close()
+        with self._turn:
+            self._workspace.close()
 
     def abandon(self) -> None:
         """Let go of the memory at once. What is queued fails, and peers that wait for this rank are told."""
@@ -219,11 +229,19 @@ class Communicator:
             )
         return outcome
 
+    def _check_open(self) -> None:
+        if self.closed:
+            raise FusedRingError(
+                f"rank {self.rank}: the group's workspace was closed meanwhile (fusedring.close), or this is a forked "
+                "process. Make the call again on all ranks to open a new one"
+            )
+
     def _in_order(self, act: Callable[[], Any]) -> Any:
+        self._check_open()
         with self._counting:
             queued = self._queued
         if queued:
-            task = _Task(act, Work(torch.empty(0)))
+            task = _Task(act, Work(torch.empty(0), "the call"))
             self._enqueue(task)
             try:
                 task.work.wait()
@@ -233,14 +251,13 @@ class Communicator:
                 raise
             return task.work._value
         with self._turn:
-            if self.closed:
-                raise FusedRingError("the group's workspace was closed by fusedring.close() meanwhile")
+            self._check_open()
             return self._guarded(act)
 
     def _enqueue(self, task: _Task) -> None:
+        self._check_open()
         with self._counting:
-            if self.closed:
-                raise FusedRingError("the group's workspace was closed by fusedring.close() meanwhile")
+            self._check_open()
             self._queued += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="fusedring", daemon=True)
@@ -332,6 +349,8 @@ _inherited: set[dist.ProcessGroup] = set()
 
 
 def _leave_to_parent() -> None:
+    for communicator in _communicators.values():
+        communicator.closed = True
     _communicators.clear()
     _inherited.update(distributed_c10d._world.pg_map)
 

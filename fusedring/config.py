@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -62,9 +63,16 @@ def check_wire_dtype(wire_dtype: WireDtype) -> torch.dtype | None:
 
 def check_timeout(timeout: float | None) -> None:
     """Raises ValueError unless `timeout` is None or a positive number of seconds."""
-    valid = timeout is None or (isinstance(timeout, (int, float)) and not isinstance(timeout, bool) and timeout > 0)
-    if not valid:
-        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and 0 < timeout <= threading.TIMEOUT_MAX):
+        raise ValueError(
+            f"timeout must be a positive number of seconds, at most {threading.TIMEOUT_MAX:g}, or None, got {timeout!r}"
+        )
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which contributions to a tensor of `dtype` are scaled and summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -100,5 +108,4 @@ def scale_factor(op: str, scale: float | None, world_size: int, dtype: torch.dty
     factor = 1.0 if scale is None else float(scale)
     if op == "avg":
         factor /= world_size
-    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
-    return float(torch.tensor(factor, dtype=torch.float64).to(accumulate))
+    return float(torch.tensor(factor, dtype=torch.float64).to(accumulate_dtype(dtype)))

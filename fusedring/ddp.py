@@ -25,10 +25,10 @@ from fusedring.buckets import bind, lay_out
 from fusedring.communicator import Communicator, communicator_of
 from fusedring.config import RingConfig, WireDtype, check_engine
 from fusedring.errors import MismatchError
-from fusedring.log import logger
+from fusedring.log import logger, my_rank
 from fusedring.report import StepReport
 from fusedring.scheduler import Backward, Scheduler
-from fusedring.trace import FORWARD, recording
+from fusedring.tracing import FORWARD, recording
 
 DEFAULT_BUCKET_MB = 25.0
 FIRST_BUCKET_MB = 1.0
@@ -55,7 +55,7 @@ class FusedRingDDP(nn.Module):
         happens, but a warning names the parameters and the next synced forward raises RuntimeError.
     gradient_as_bucket_view: `.grad` is a view into the bucket (the default here, unlike in torch's class): gradients
         are not copied back, and zero_grad(set_to_none=False) saves the copy into the bucket as well.
-    static_graph: accepted; nothing depends on it.
+    dim, check_reduction, static_graph: accepted; nothing depends on them.
     wire_dtype, algorithm, engine, timeout: as for `fusedring.all_reduce`.
 
     Raises RuntimeError for a module without trainable parameters or with uninitialised ones, ValueError for wrong
@@ -301,7 +301,7 @@ class FusedRingDDP(nn.Module):
         if not self._synced:
             return
         if self._backward() is None and (self._scheduler is None or not self._scheduler.expecting):
-            self._warn_of_bypass()
+            self._warn_of_bypass(index)
             return
         self._enter_backward()
         backward, scheduler = self._backward(), self._scheduler_or_open()
@@ -309,13 +309,13 @@ class FusedRingDDP(nn.Module):
         scheduler.begin(backward)
         scheduler.ready(*self._places[index])
 
-    def _warn_of_bypass(self) -> None:
+    def _warn_of_bypass(self, index: int) -> None:
         if not self._warned_of_bypass:
             self._warned_of_bypass = True
             warnings.warn(
-                f"gradients were computed through parameters of a {type(self).__name__} without calling it; they stay "
-                "as they are on this rank and are averaged with those of the next synced backward. Call the wrapper, "
-                "not the module inside it",
+                f"rank {my_rank()}: a gradient of parameter {self._trainable()[index][0]} was computed without calling "
+                f"the {type(self).__name__} around it. It stays as it is on this rank, and is averaged with those of "
+                "the next synced backward. Call the wrapper, not the module inside it",
                 stacklevel=3,
             )
 

@@ -6,7 +6,11 @@ class FusedRingError(RuntimeError):
 
 
 class CollectiveTimeoutError(FusedRingError, TimeoutError):
-    """A rank made no progress for `timeout` seconds. The group's workspace stays unusable until all ranks close it."""
+    """A rank made no progress for `timeout` seconds.
+
+    After a collective the group's workspace stays unusable until all ranks close it. An opening that failed can be
+    tried again, and a `Work` that was not waited for long enough goes on.
+    """
 
 
 class OutOfMemoryError(FusedRingError, MemoryError):

@@ -1,7 +1,7 @@
 """What one launch does, in the form in which ranks show it to each other before anything is written.
 
-Every rank packs its `Launch` into a header of `HEADER_BYTES` bytes. The first `_AGREED` fields must be equal on all
-ranks; `check_agreement` words the difference, and since every rank sees every header, the text is the same everywhere.
+Every rank packs its `Launch` into a header of `HEADER_BYTES` bytes. The first `_AGREED_BYTES` must be equal on all
+ranks; `agree` words the difference, and since every rank sees every header, the text is the same everywhere.
 The rest tells peers where a rank's tensor lies and carries a note that is OR-ed over the ranks.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
@@ -25,7 +25,7 @@ STAGED = -1
 
 _LAYOUT = struct.Struct("<qqqqqdqqqqqq")
 HEADER_BYTES = _LAYOUT.size
-_AGREED = 9
+_AGREED_BYTES = struct.calcsize("<qqqqqdqqq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def agree(headers: Sequence[bytes]) -> tuple[list[Location | None], int]:
     """Every rank's location and the OR of all notes. Raises MismatchError where the ranks' launches differ."""
     unpacked = [unpack(header) for header in headers]
     launches = [launch for launch, _ in unpacked]
-    if any(astuple(launch)[:_AGREED] != astuple(launches[0])[:_AGREED] for launch in launches):
+    if any(header[:_AGREED_BYTES] != headers[0][:_AGREED_BYTES] for header in headers):  # as bytes: a NaN equals itself
         error = MismatchError(_difference(launches))
         error.latest_step = max(launch.step for launch in launches)
         raise error

@@ -10,8 +10,12 @@ def _is_spokesman(_: logging.LogRecord) -> bool:
     """Rank 0 speaks; all ranks do with FUSEDRING_LOG_ALL_RANKS=1."""
     if os.environ.get("FUSEDRING_LOG_ALL_RANKS") == "1":
         return True
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return rank == 0
+    return my_rank() == 0
+
+
+def my_rank() -> int:
+    """This process's rank in the default group, or as its launcher said; 0 for a lone process."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
 
 logger = logging.getLogger("fusedring")

@@ -1,17 +1,15 @@
-"""Pictures of plans and of training runs: PNG files 1200 pixels wide. They need matplotlib, an optional dependency."""
+"""Pictures of plans: PNG files 1200 pixels wide. They need matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusedring.plan import Plan
-from fusedring.report import StepReport
-from fusedring.walk import Iteration, Move, gpu, sum_in_words, walk
+from fusedring.walk import Move, WalkedStep, gpu, sum_in_words, walk
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,13 +20,13 @@ MATPLOTLIB_MISSING = "a picture needs matplotlib: pip install matplotlib"
 MOST_GPUS_DRAWN = 16
 """Above that nobody could read the picture."""
 
-_DPI = 100
-_WIDTH_INCHES = 12.0
+DPI = 100
+WIDTH_INCHES = 12.0
 _RING, _NODE = 0.78, 0.15
 """Radii, in a panel that is 3.4 units wide."""
 
 _OWN, _PARTIAL, _FULL = "#eceff1", "#ffcc66", "#81c784"
-_COLOURS = ("#1f77b4", "#d95f02", "#2ca02c", "#c2185b", "#7b52ab", "#8c564b", "#00838f", "#827717")
+COLOURS = ("#1f77b4", "#d95f02", "#2ca02c", "#c2185b", "#7b52ab", "#8c564b", "#00838f", "#827717")
 """Arrows are coloured by segment, or by sender where a whole tensor travels."""
 
 
@@ -37,25 +35,22 @@ def has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-# The walk of a plan
-
-
 def draw_walk(plan: Plan, path: Path) -> None:
     """One panel per step: the GPUs in a circle, what they send, and what each holds afterwards."""
     from matplotlib.patches import Patch
 
-    iterations = walk(plan)
-    columns = _columns(iterations, plan.world_size)
-    rows = -(-len(iterations) // columns) or 1
-    figure = _figure(rows * (0.79 * _WIDTH_INCHES / columns + 0.5) + 1.1)
+    steps = walk(plan)
+    columns = _columns(steps, plan.world_size)
+    rows = -(-len(steps) // columns) or 1
+    figure = new_figure(rows * (0.79 * WIDTH_INCHES / columns + 0.5) + 1.1)
     many = "GPUs" if plan.world_size > 1 else "GPU"
     _headline(figure, f"{plan.algorithm}: {plan.world_size} {many}, {plan.elements:,} elements")
-    if not iterations:
+    if not steps:
         figure.text(0.5, 0.5, "no steps: one GPU has nobody to send to", ha="center", fontsize=14)
-    for number, iteration in enumerate(iterations, 1):
-        axes = figure.add_subplot(rows, min(columns, len(iterations)), number)
-        axes.set_title(f"step {number} of {len(iterations)}: {iteration.phase}", fontsize=13)
-        _draw_step(axes, plan, iteration)
+    for number, step in enumerate(steps, 1):
+        axes = figure.add_subplot(rows, min(columns, len(steps)), number)
+        axes.set_title(f"step {number} of {len(steps)}: {step.phase}", fontsize=13)
+        _draw_step(axes, plan, step)
     meanings = (("own contribution", _OWN), ("partial sum", _PARTIAL), ("full sum", _FULL))
     figure.legend(
         handles=[Patch(facecolor=colour, edgecolor="#546e7a", label=label) for label, colour in meanings],
@@ -67,21 +62,21 @@ def draw_walk(plan: Plan, path: Path) -> None:
     )
     height = figure.get_figheight()
     figure.subplots_adjust(left=0.01, right=0.99, top=1 - 0.75 / height, bottom=0.6 / height, wspace=0.02, hspace=0.1)
-    figure.savefig(path, dpi=_DPI)
+    figure.savefig(path, dpi=DPI, format="png")
 
 
-def _columns(iterations: Sequence[Iteration], world: int) -> int:
+def _columns(steps: Sequence[WalkedStep], world: int) -> int:
     """Panels in a row: few enough that every arrow keeps a legible label at 1200 pixels."""
-    if any(_crowded(iteration, world) for iteration in iterations) and world > 4:
+    if any(_crowded(step, world) for step in steps) and world > 4:
         return 1
     return 2
 
 
-def _crowded(iteration: Iteration, world: int) -> bool:
-    return len(iteration.moves) > world
+def _crowded(step: WalkedStep, world: int) -> bool:
+    return len(step.moves) > world
 
 
-def _draw_step(axes: Axes, plan: Plan, iteration: Iteration) -> None:
+def _draw_step(axes: Axes, plan: Plan, step: WalkedStep) -> None:
     from matplotlib.patches import Circle, Rectangle
 
     world = plan.world_size
@@ -90,8 +85,8 @@ def _draw_step(axes: Axes, plan: Plan, iteration: Iteration) -> None:
     axes.set_aspect("equal")
     axes.axis("off")
     nodes = [_on_circle(rank, world) for rank in range(world)]
-    for move in iteration.moves:
-        _draw_arrow(axes, plan, move, nodes, crowded=_crowded(iteration, world))
+    for move in step.moves:
+        _draw_arrow(axes, plan, move, nodes, crowded=_crowded(step, world))
     cell, height = min(0.16, 0.68 / world), 0.17
     for rank, (x, y) in enumerate(nodes):
         axes.add_patch(Circle((x, y), _NODE, facecolor="#37474f", zorder=3))
@@ -99,7 +94,7 @@ def _draw_step(axes: Axes, plan: Plan, iteration: Iteration) -> None:
         outwards = x / _RING, y / _RING
         centre_x = x + outwards[0] * (_NODE + 0.07 + cell * world / 2)
         centre_y = y + outwards[1] * (_NODE + 0.07 + height / 2)
-        for segment, held in enumerate(iteration.after[rank]):
+        for segment, held in enumerate(step.after[rank]):
             left = centre_x + cell * (segment - world / 2)
             colour = _FULL if len(held) == world else _PARTIAL if len(held) > 1 else _OWN
             axes.add_patch(
@@ -114,7 +109,7 @@ def _draw_arrow(axes: Axes, plan: Plan, move: Move, nodes: Sequence[tuple[float,
     from matplotlib.patches import FancyArrowPatch
 
     t = move.transfer
-    colour = _COLOURS[(t.src if t.segment is None else t.segment) % len(_COLOURS)]
+    colour = COLOURS[(t.src if t.segment is None else t.segment) % len(COLOURS)]
     length = math.dist(nodes[t.src], nodes[t.dst])
     start, stop = (_between(nodes[a], nodes[b], _NODE / length) for a, b in ((t.src, t.dst), (t.dst, t.src)))
     bend = 0.12 if crowded or plan.world_size == 2 else 0.0
@@ -163,65 +158,12 @@ def _on_curve(start: tuple[float, float], stop: tuple[float, float], bend: float
     return _between(_between(start, control, at), _between(control, stop, at), at)
 
 
-# Training runs
-
-
-def draw_training(
-    losses: dict[str, Sequence[float]], step_ms: dict[str, Sequence[float]], report: StepReport, path: Path
-) -> None:
-    """The loss and the time of every step of each way to train, and how the last backward of `report` overlapped."""
-    figure = _figure(8.0)
-    for place, (title, series) in enumerate((("loss (nats per character)", losses), ("step (ms)", step_ms)), 1):
-        axes = figure.add_subplot(2, 2, place)
-        for number, (name, values) in enumerate(series.items()):
-            axes.plot(
-                range(1, len(values) + 1),
-                values,
-                ("-", "--")[number % 2],
-                label=name,
-                color=_COLOURS[number],
-                linewidth=1.8,
-            )
-        axes.set_title(title)
-        axes.set_xlabel("step")
-        # The first steps are slow and the first losses high; what matters comes later.
-        axes.set_ylim(0, 2 * statistics.median(value for values in series.values() for value in values))
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
-    draw_overlap(figure.add_subplot(2, 1, 2), report)
-    figure.tight_layout()
-    figure.savefig(path, dpi=_DPI)
-
-
-def draw_overlap(axes: Axes, report: StepReport) -> None:
-    """A backward pass and its launches on one axis of time."""
-
-    def ms(seconds: float) -> float:
-        return 1e3 * (seconds - report.backward_start)
-
-    end = max(launch.end for launch in report.launches)
-    axes.barh(0, ms(report.backward_end), left=0, color=_COLOURS[0], label="backward")
-    axes.barh(
-        0, max(0.0, ms(end) - ms(report.backward_end)), left=ms(report.backward_end), color="#b0bec5", label="wait"
-    )
-    for launch in report.launches:
-        row = 1 + launch.bucket
-        axes.barh(row, ms(launch.end) - ms(launch.start), left=ms(launch.start), color=_COLOURS[1])
-        axes.text(ms(launch.end), row, f" {launch.bytes / 2**20:.1f} MiB", va="center", fontsize=9, color=_COLOURS[1])
-    names = [f"bucket {bucket}" for bucket in range(len(report.buckets))]
-    axes.set_yticks(range(len(names) + 1), ["training loop", *names])
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12 * ms(end))
-    axes.set_xlabel("ms since backward began")
-    axes.set_title(f"the last backward: {report.overlap:.0%} of the communication lay within it")
-    axes.legend(frameon=False, loc="lower left")
-
-
-def _figure(height_inches: float) -> Figure:
+def new_figure(height_inches: float) -> Figure:
+    """An empty figure of the usual width."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(_WIDTH_INCHES, height_inches))
+    return Figure(figsize=(WIDTH_INCHES, height_inches))
 
 
-def _headline(figure: Any, text: str) -> None:
+def _headline(figure: Figure, text: str) -> None:
     figure.text(0.5, 1 - 0.3 / figure.get_figheight(), text, ha="center", va="center", fontsize=15, weight="bold")

@@ -61,8 +61,9 @@ class Rendezvous:
         values = []
         for rank in range(self.world_size):
             if not _wait(self._store, f"{key}/{rank}", deadline):
-                missing = (r for r in range(rank, self.world_size) if not self._store.check([f"{key}/{r}"]))
-                raise self._timeout(missing, timeout, purpose)
+                missing = [r for r in range(rank, self.world_size) if not self._store.check([f"{key}/{r}"])]
+                if missing:  # else the last one came just now
+                    raise self._timeout(missing, timeout, purpose)
             values.append(json.loads(self._store.get(f"{key}/{rank}")))
         # Whoever writes to this exchange has read the one before, so this rank's old value is no longer needed.
         if self._read is not None:
@@ -76,7 +77,8 @@ class Rendezvous:
         try:
             if self.rank > 0:
                 if not _wait(store, _answer_key(token), deadline):
-                    raise self._timeout(self._absent(store), timeout, "open the workspace")
+                    # If nobody is absent, rank 0 has not answered yet.
+                    raise self._timeout(list(self._absent(store)) or [0], timeout, "open the workspace")
                 session: str = store.get(_answer_key(token)).decode()
                 store.delete_key(_answer_key(token))
                 return session
@@ -103,8 +105,7 @@ class Rendezvous:
                 yield rank
 
     def _timeout(self, missing: Iterable[int], timeout: float, purpose: str) -> CollectiveTimeoutError:
-        # Nobody is missing if the last one came just now.
-        ranks = ", ".join(map(str, missing)) or "0"
+        ranks = ", ".join(map(str, missing))
         return CollectiveTimeoutError(
             f"rank {self.rank} waited {timeout:g} s to {purpose}, but rank(s) {ranks} of the group did not come. All "
             "ranks of the group must make the call; if they are only late, pass a longer timeout"

@@ -21,7 +21,7 @@ class BucketReport:
 
 @dataclass(frozen=True, slots=True)
 class LaunchReport:
-    """One launch. start: all ranks had come and the transfer began; end: the result was everywhere."""
+    """One launch. start: all ranks had come and the transfer began; end: this rank had its result."""
 
     bucket: int
     bytes: int
@@ -35,7 +35,7 @@ class StepReport:
     """The last synced backward of a wrapper. `print` shows a table of its launches; rich shows it in colour.
 
     backward_start: the first gradient reached the wrapper's output. backward_end: the last gradient was computed.
-    exposed_wait: seconds that the training loop then still waited. overlap: the part of the time spent in launches that
+    exposed_wait: seconds from then to the end of the last launch. overlap: the part of the time spent in launches that
     lay between backward_start and backward_end, 0 to 1.
     """
 
@@ -55,7 +55,7 @@ class StepReport:
             title=f"backward {1e3 * backward:.1f} ms, then waited {1e3 * self.exposed_wait:.1f} ms; "
             f"{self.overlap:.0%} of the communication overlapped"
         )
-        for heading in ("bucket", "bytes", "launched at", "took", "exposed"):
+        for heading in ("bucket", "bytes", "began at", "took", "exposed"):
             table.add_column(heading, justify="right")
         for launch in self.launches:
             exposed = max(0.0, launch.end - max(launch.start, self.backward_end))
@@ -72,7 +72,7 @@ class StepReport:
         from rich.console import Console
 
         text = io.StringIO()
-        Console(file=text, width=100).print(self)
+        Console(file=text, width=100, force_terminal=False, color_system=None).print(self)
         return text.getvalue().rstrip()
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -27,7 +28,7 @@ from fusedring.config import RingConfig, scale_factor
 from fusedring.errors import MismatchError
 from fusedring.launch import Launch
 from fusedring.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
-from fusedring.trace import BACKWARD, WAIT, Track, recording
+from fusedring.tracing import BACKWARD, WAIT, Track, recording
 
 _GRADIENT_MISSING = 1
 
@@ -81,11 +82,11 @@ class Scheduler:
         self._step: _Step | None = None
         self._next_number = 0
         self._wrapper = communicator.number_wrapper()
-        self._turn = 0
+        self._forward_order = 0
         self._expecting = False
         self.track = Track(f"FusedRingDDP {self._wrapper}")
-        self._colleagues = _schedulers.setdefault(communicator, WeakSet())
-        self._colleagues.add(self)
+        self._group_mates = _schedulers.setdefault(communicator, WeakSet())
+        self._group_mates.add(self)
         self.report: StepReport | None = None
 
     @property
@@ -105,7 +106,7 @@ class Scheduler:
 
     def expect(self) -> None:
         """A synced forward has begun, so its backward is expected."""
-        self._turn, self._expecting = next(_turns), True
+        self._forward_order, self._expecting = next(_forwards), True
 
     def expect_nothing(self) -> None:
         """The forward before the next backward was not synced."""
@@ -149,17 +150,9 @@ class Scheduler:
         step = self._step
         for scheduler in self._in_turn(step):
             scheduler._launch_rest()
-        try:
-            for work in step.works:
-                work.wait()
+        with self._catching_up():
+            self._end(step)
             counts = self._count_gradients(step) if step.works[-1].outcome.note else None
-        except MismatchError as error:
-            self._next_number = max(self._next_number, error.latest_step + 1)
-            raise
-        finally:
-            # After an interrupt launches go on: then the step stays, for `abandon` to wait for them.
-            if all(work.is_completed() for work in step.works):
-                self._step = None
         missing = self._hand_out(counts)
         self.report = self._describe(step)
         if recording():
@@ -172,25 +165,41 @@ class Scheduler:
 
         Raises what went wrong in one of them.
         """
-        step = self._step
-        if step is not None:
-            self._communicator.settle()
-            self._step, self._expecting = None, False
-            for work in step.works:
-                work.wait()
+        if self._step is not None:
+            with self._catching_up():
+                self._end(self._step)
 
     def skip(self) -> None:
         """This rank leaves one step out (its forward failed): its numbers must show that."""
         self._next_number += 1
 
+    def _end(self, step: _Step) -> None:
+        """Wait for all launches of the step, then forget it. Raises what went wrong in the first that failed.
+
+        If the wait is interrupted, launches go on: then the step stays, for `abandon` to wait for them.
+        """
+        self._communicator.settle()
+        self._step, self._expecting = None, False
+        for work in step.works:
+            work.wait()
+
+    @contextmanager
+    def _catching_up(self) -> Iterator[None]:
+        """After a mismatch the next step gets a number that no rank has used."""
+        try:
+            yield
+        except MismatchError as error:
+            self._next_number = max(self._next_number, error.latest_step + 1)
+            raise
+
     def _in_turn(self, step: _Step) -> list[Scheduler]:
         """The schedulers with a step in the same backward, this one too, in the order in which they launch."""
-        partners = (s for s in self._colleagues if s._step is not None and s._step.run == step.run)
-        return sorted(partners, key=lambda scheduler: -scheduler._turn)
+        partners = (s for s in self._group_mates if s._step is not None and s._step.run == step.run)
+        return sorted(partners, key=lambda scheduler: -scheduler._forward_order)
 
     def _advance(self, step: _Step) -> None:
         """Launch the buckets whose gradients are all there, if it is this scheduler's turn."""
-        if any(other._expecting and other._turn > self._turn for other in self._colleagues):
+        if any(mate._expecting and mate._forward_order > self._forward_order for mate in self._group_mates):
             return
         while len(step.works) < len(self._buckets) and step.waiting_for[len(step.works)] == 0:
             self._launch(step, note=0)
@@ -303,4 +312,4 @@ class Scheduler:
 
 
 _schedulers: WeakKeyDictionary[Communicator, WeakSet[Scheduler]] = WeakKeyDictionary()
-_turns = itertools.count(1)
+_forwards = itertools.count(1)

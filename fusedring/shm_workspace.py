@@ -66,7 +66,11 @@ class _Arena:
 
 
 class ShmWorkspace:
-    """`Workspace` for the ranks of a process group that run on one machine under one user."""
+    """`Workspace` for the ranks of a process group that run on one machine under one user.
+
+    Opening it is collective. Raises FusedRingError with the remedy where it cannot be had, CollectiveTimeoutError if a
+    rank does not come within `timeout` seconds.
+    """
 
     def __init__(self, rendezvous: Rendezvous, *, timeout: float) -> None:
         check_machine()

@@ -79,10 +79,10 @@ class Signal:
     the address of that word.
     """
 
-    __slots__ = ("_address", "_index", "_words")
+    __slots__ = ("_bell_address", "_index", "_words")
 
     def __init__(self, words: memoryview, index: int, address: int) -> None:
-        self._words, self._index, self._address = words, index, address + 8
+        self._words, self._index, self._bell_address = words, index, address + 8
 
     @property
     def value(self) -> int:
@@ -100,7 +100,7 @@ class Signal:
         self._words[self._index] = value
         if wake:
             self._words[self._index + 1] = (self._words[self._index + 1] + 1) & 0xFFFFFFFF
-            _syscall(_FUTEX_NUMBER[_MACHINE], self._address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+            _syscall(_FUTEX_NUMBER[_MACHINE], self._bell_address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
     def sleep(self, ready: Callable[[], bool], seconds: float) -> None:
         """Sleep until the next post, for `seconds` at most; not at all if `ready()` holds."""
@@ -108,7 +108,7 @@ class Signal:
         if ready():
             return
         span = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-        _syscall(_FUTEX_NUMBER[_MACHINE], self._address, _FUTEX_WAIT, bell, ctypes.addressof(span), None, 0)
+        _syscall(_FUTEX_NUMBER[_MACHINE], self._bell_address, _FUTEX_WAIT, bell, ctypes.addressof(span), None, 0)
 
     def wait(self, value: int, *, spin: bool, timeout: float, look: Callable[[], None]) -> bool:
         """Wait until the signal has reached `value`; False after `timeout` seconds in which it did not move.

@@ -24,7 +24,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Iteration:
+class WalkedStep:
     """One step. after[rank][segment]: what that rank then holds of that segment."""
 
     phase: Phase
@@ -32,11 +32,11 @@ class Iteration:
     after: tuple[tuple[Contributors, ...], ...]
 
 
-def walk(plan: Plan) -> list[Iteration]:
+def walk(plan: Plan) -> list[WalkedStep]:
     """Follow the contributions through all steps of an all-reduce."""
     ranks = range(plan.world_size)
     held: list[list[Contributors]] = [[(rank,)] * plan.world_size for rank in ranks]
-    iterations = []
+    walked = []
     for step in plan.steps:
         before = [list(segments) for segments in held]
         moves = []
@@ -45,8 +45,8 @@ def walk(plan: Plan) -> list[Iteration]:
             moves.append(Move(t, before[t.src][segments[0]]))
             for s in segments:
                 held[t.dst][s] = _received(plan, step.phase, before[t.src][s], held[t.dst][s])
-        iterations.append(Iteration(step.phase, tuple(moves), tuple(map(tuple, held))))
-    return iterations
+        walked.append(WalkedStep(step.phase, tuple(moves), tuple(map(tuple, held))))
+    return walked
 
 
 def _received(plan: Plan, phase: Phase, arrived: Contributors, own: Contributors) -> Contributors:

@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from fusedring.launch import Location
-from fusedring.rendezvous import Rendezvous
 
 
 class Workspace(Protocol):
@@ -62,13 +61,3 @@ class Workspace(Protocol):
     def close(self) -> None:
         """Let go of the memory. Not collective; ranks that still wait for this one are told."""
         ...
-
-
-def open_workspace(rendezvous: Rendezvous, *, timeout: float) -> Workspace:
-    """Open the workspace of a process group (collective).
-
-    Raises FusedRingError with the remedy where it cannot be had, CollectiveTimeoutError if a rank does not come.
-    """
-    from fusedring.shm_workspace import ShmWorkspace
-
-    return ShmWorkspace(rendezvous, timeout=timeout)

@@ -177,16 +177,20 @@ def test_attempts_that_failed_leave_nothing_behind():
 
 
 def check_forked(rank: int, world: int) -> None:
-    child = os.fork() if rank == 0 else -1
-    if child == 0:
-        try:
-            fusedring.all_reduce(torch.ones(3), timeout=1)
-        except fusedring.FusedRingError as error:
-            os._exit(0 if "forked" in str(error) else 1)
-        os._exit(2)
-    if rank == 0:
-        assert os.waitpid(child, 0)[1] == 0
-    fusedring.all_reduce(torch.ones(3), timeout=20)
+    model = fusedring.FusedRingDDP(torch.nn.Linear(2, 2), broadcast_buffers=False)
+    for _ in range(2):  # before and after the communicator has a thread
+        for call in (lambda: fusedring.all_reduce(torch.ones(3), timeout=1), lambda: model(torch.ones(1, 2))):
+            child = os.fork() if rank == 0 else -1
+            if child == 0:
+                try:
+                    call()
+                except fusedring.FusedRingError as error:
+                    os._exit(0 if "forked" in str(error) else 1)
+                os._exit(2)
+            if rank == 0:
+                assert os.waitpid(child, 0)[1] == 0
+        fusedring.all_reduce(torch.ones(3), timeout=20)
+        model(torch.ones(1, 2)).sum().backward()
 
 
 def test_a_forked_child_does_not_speak_for_its_parent():
@@ -264,6 +268,7 @@ def test_memory_is_given_back_and_running_out_is_an_error():
         (lambda t: fusedring.all_reduce(t, engine="mpi"), "engine must be one of auto, host, triton"),
         (lambda t: fusedring.all_reduce(t, engine="triton"), "TRITON_INTERPRET=1"),
         (lambda t: fusedring.all_reduce(t, timeout=0), "timeout must be a positive number"),
+        (lambda t: fusedring.all_reduce(t, timeout=float("inf")), "timeout must be a positive number"),
         (lambda t: fusedring.all_reduce(t.t()), "must be contiguous"),
         (lambda t: fusedring.all_reduce(t.int()), "dtype must be one of"),
         (lambda t: fusedring.all_reduce(t.to_sparse()), "must be dense"),

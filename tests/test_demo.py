@@ -95,4 +95,7 @@ def _parent(pid: int) -> int:
 
 
 def _alive(pid: int) -> bool:
-    return _parent(pid) != -1
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

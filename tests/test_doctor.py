@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
+from fusedring.bench.local_ranks import RanksFailedError
 from fusedring.bench.self_test import SelfTest
 from fusedring.cli import doctor, main
-from fusedring.cli.local_ranks import RanksFailedError
 
 DOCTOR = [sys.executable, "-m", "fusedring", "doctor"]
 
@@ -23,7 +23,7 @@ def test_a_healthy_machine():
     assert findings["ok"]
     assert findings["engine"] == "host"
     assert findings["self_test"]["wrong"] == 0
-    assert findings["self_test"]["seconds"] < 60
+    assert findings["self_test"]["seconds"] < 100
     names = [check["name"] for check in findings["checks"]]
     assert names == [
         "python",
@@ -52,11 +52,11 @@ def test_without_shared_memory_it_exits_with_1_and_says_what_to_do():
 
 def test_wrong_results_and_failing_ranks_are_broken(monkeypatch, capsys):
     wrong = SelfTest(2, 1.0, 1000, 3, 1.0, 1.0, 1.0)
-    monkeypatch.setattr(doctor, "run_on_ranks", lambda *_: wrong)
+    monkeypatch.setattr(doctor, "run_on_ranks", lambda *_, **__: wrong)
     assert main(["doctor"]) == 1
     assert "3 of 1,000 elements wrong" in " ".join(capsys.readouterr().out.split())
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RanksFailedError("rank 1: PeerLostError [remedy]")
 
     monkeypatch.setattr(doctor, "run_on_ranks", fail)

@@ -153,7 +153,7 @@ def test_json_is_all_that_stdout_gets():
         (("--world", "four"), "must be a whole number of at least 1, got 'four'"),
         (("--world", "129"), "must be at most 128, got '129'"),
         (("--elements", "-1"), "must be a whole number of at least 0, got '-1'"),
-        (("--algorithm", "tree"), "ring"),
+        (("--algorithm", "tree"), "invalid choice: 'tree'"),
     ],
 )
 def test_wrong_arguments_exit_with_2(capsys, arguments, text):

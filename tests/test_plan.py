@@ -61,11 +61,20 @@ def test_the_first_iteration_with_four_ranks():
     assert [(t.src, t.dst, t.segment) for t in first.transfers] == [(0, 1, 0), (1, 2, 1), (2, 3, 2), (3, 0, 3)]
 
 
-def test_reduce_scatter_leaves_part_r_at_rank_r():
-    for algorithm in ALGORITHMS:
-        plan = make_plan("reduce_scatter", algorithm, 5, 1000)
-        for segment in range(5):
-            assert plan.bounds(segment) == plan.parts[plan.owner(segment)]
+@given(worlds, sizes, st.sampled_from(ALGORITHMS))
+def test_all_gather_brings_every_part_to_every_rank(world, elements, algorithm):
+    """Rank r begins with part r alone; each transfer must carry something that its sender has."""
+    plan = make_plan("all_gather", algorithm, world, elements)
+    segment_at = {plan.owner(segment): segment for segment in range(world)}
+    assert [plan.bounds(segment_at[rank]) for rank in range(world)] == list(split_evenly(elements, world))
+    held = [{segment_at[rank]} for rank in range(world)]
+    for step in plan.steps:
+        before = [set(segments) for segments in held]
+        for t in step.transfers:
+            carried = before[t.src] if t.segment is None else {t.segment}
+            assert carried <= before[t.src]
+            held[t.dst] |= carried
+    assert all(segments == set(range(world)) for segments in held)
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from torch import nn
 import fusedring
 from fusedring import FusedRingDDP
 from fusedring.report import BucketReport, LaunchReport, StepReport
-from fusedring.trace import Event, Track, _steps, recording
+from fusedring.tracing import Event, Track, _steps, recording
 from tests.ranks import run_ranks
 
-STEPS = 5
+STEPS = 9
 
 
 def make_model() -> nn.Module:
@@ -69,7 +69,7 @@ def test_a_trace_holds_all_ranks_nests_and_adds_up(tmp_path):
         communication = [e for e in events if e["pid"] == rank and e["ph"] == "X" and e["tid"] == lane]
         assert_nests(communication)
         steps = [e for e in mine if e["name"].startswith("step ")]
-        assert [e["name"] for e in steps] == [f"step {number}" for number in range(STEPS)]
+        assert [e["name"] for e in steps] == [f"step {number}" for number in range(1, STEPS + 1)]
         measured = [1e6 * (b - a) for a, b in pairwise(times[rank])]
         # The last one ends with its wait. The median, since a process can lose its core between two readings.
         errors = [abs(step["dur"] / took - 1) for step, took in zip(steps[:-1], measured[:-1], strict=True)]
@@ -77,7 +77,7 @@ def test_a_trace_holds_all_ranks_nests_and_adds_up(tmp_path):
         for step in steps[:-1]:
             inner = [e for e in mine if within(e, step) and not e["name"].startswith("step ")]
             assert [e["name"] for e in inner] == ["forward", "loss", "backward", "wait", "optimizer and data"]
-            assert sum(e["dur"] for e in inner) == pytest.approx(step["dur"], rel=0.05)
+            assert sum(e["dur"] for e in inner) == pytest.approx(step["dur"], rel=1e-6)
         launches = [e for e in communication if e["name"].startswith("fusedring::all_reduce[bucket=")]
         buckets = {e["name"] for e in launches}
         assert len(buckets) > 1
@@ -121,6 +121,11 @@ def test_a_later_trace_replaces_an_earlier_one(tmp_path):
     (tmp_path / "ranks" / "7.json").write_text(json.dumps({**stale, "rank": 7}))
     with fusedring.trace(tmp_path):
         fusedring.all_reduce(torch.ones(3))
+    with fusedring.trace(tmp_path):
+        pass
+    assert not [e for e in load(tmp_path) if e["name"] == "fusedring::all_reduce"], "an empty block left the old trace"
+    with fusedring.trace(tmp_path):
+        fusedring.all_reduce(torch.ones(3))
     assert {e["pid"] for e in load(tmp_path)} == {0}, "a rank of an earlier run is in the trace"
 
 
@@ -153,7 +158,7 @@ def test_a_directory_that_cannot_be_made_is_an_error_at_once(tmp_path):
 def test_a_step_with_accumulation_goes_from_its_first_forward_to_the_next_steps():
     track = Track("FusedRingDDP 0")
     names = ["forward", "forward", "backward", "wait", "forward", "backward", "wait"]
-    events = [Event(track, name, 2.0 * at, 2.0 * at + 1, {}) for at, name in enumerate(names)]
+    events = [Event(track, name, 2.0 * at, 2.0 * at + 1, {"step": at // 4}) for at, name in enumerate(names)]
     derived = [(e.name, e.start, e.end) for e in _steps(events)]
     assert derived == [
         ("loss", 3, 4),
@@ -177,8 +182,8 @@ def profiled(rank: int, world: int) -> list[tuple[str, float]]:
     buckets = len(model.report().buckets)
     found = {e.name: e.time_range.elapsed_us() for e in profile.events() if e.name.startswith("fusedring::")}
     assert set(found) == {"fusedring::all_reduce", *(f"fusedring::all_reduce[bucket={b}]" for b in range(buckets))}
-    for launch in model.report().launches:  # from the launch to the end of its transfer
-        assert found[f"fusedring::all_reduce[bucket={launch.bucket}]"] >= 1e6 * (launch.end - launch.start)
+    for launch in model.report().launches:  # from the launch to the end of its transfer, by another clock
+        assert found[f"fusedring::all_reduce[bucket={launch.bucket}]"] >= 0.9e6 * (launch.end - launch.start)
 
 
 def test_launches_have_labels_in_torchs_profiler():

@@ -16,7 +16,7 @@ from fusedring.plan import ALGORITHMS
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Medians of the slowest rank in seconds. copy: all ranks copy as many bytes. wrong: inexact elements."""
+    """Medians of the slowest rank, seconds. copy: all ranks copy as many bytes. wrong: inexact elements, all ranks."""
 
     bytes: int
     copy: float
@@ -57,4 +57,6 @@ def compare(nbytes: int, repeats: int) -> Comparison:
         slowest = torch.tensor(seconds[1:], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         medians[name] = statistics.median(slowest.tolist())
-    return Comparison(nbytes, medians.pop("copy"), medians.pop("gloo"), medians, wrong)
+    total_wrong = torch.tensor(wrong)
+    dist.all_reduce(total_wrong)
+    return Comparison(nbytes, medians.pop("copy"), medians.pop("gloo"), medians, int(total_wrong))

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from fusedring.bench.gpt import GPTConfig
+from fusedring.bench.local_ranks import RanksFailedError, run_on_ranks
 from fusedring.bench.training import History, train
 from fusedring.cli.arguments import whole_number
-from fusedring.cli.local_ranks import RanksFailedError, run_on_ranks
-from fusedring.pictures import MATPLOTLIB_MISSING, draw_training, has_matplotlib
-from fusedring.trace import trace
+from fusedring.pictures import MATPLOTLIB_MISSING, has_matplotlib
+from fusedring.plan import ALGORITHMS
+from fusedring.plots import draw_training
+from fusedring.tracing import trace
 
 LOSS_TOLERANCE = {None: 0.02, "fp16": 0.05, "bf16": 0.1}
 """How far apart the two final losses may be, in nats: rounding differs and training amplifies that."""
@@ -38,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=whole_number(1), default=2, help="processes to train with (default 2)")
     parser.add_argument("--steps", type=whole_number(1), default=40, help="training steps of each wrapper (default 40)")
     parser.add_argument("--wire", choices=("fp16", "bf16"), help="wire dtype of the ring (default: float32)")
-    parser.add_argument(
-        "--algorithm", choices=("auto", "ring", "two_shot", "one_shot", "master"), default="ring", help="default ring"
-    )
+    parser.add_argument("--algorithm", choices=("auto", *ALGORITHMS), default="ring", help="default ring")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write demo.json, a plot and a trace there")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -51,8 +53,12 @@ def run(options: argparse.Namespace) -> int:
     settings = DemoOptions(
         options.ranks, options.steps, options.wire, options.algorithm, options.json, out and out / "trace"
     )
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+    try:
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"--out: cannot make {out}: {error.strerror}", file=sys.stderr)
+        return 2
     try:
         runs, histories = run_on_ranks(train_rank, settings.ranks, settings)
     except KeyboardInterrupt:
@@ -99,42 +105,31 @@ def _plot(histories: dict[str, History], path: Path) -> str | None:
 
 def train_rank(settings: DemoOptions) -> tuple[dict[str, Any], dict[str, History]]:
     """One rank: train twice from the same start; rank 0's progress bar goes to stderr."""
-    import torch
-    import torch.distributed as dist
     from rich.console import Console
     from rich.progress import Progress
 
-    from fusedring.bench.gpt import GPTConfig
-    from fusedring.collectives import close
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dist.init_process_group("gloo")
     silent = settings.quiet or dist.get_rank() > 0
     runs: dict[str, Any] = {}
     histories: dict[str, History] = {}
-    try:
-        with Progress(console=Console(stderr=True), disable=silent) as bar:
-            for wrapper in ("fusedring", "torch_ddp"):
-                task = bar.add_task(wrapper, total=settings.steps)
+    with Progress(console=Console(stderr=True), disable=silent) as bar:
+        for wrapper in ("fusedring", "torch_ddp"):
+            task = bar.add_task(wrapper, total=settings.steps)
 
-                def advance(loss: float, task: Any = task, name: str = wrapper) -> None:
-                    bar.update(task, advance=1, description=f"{name} loss {loss:.3f}")
+            def advance(loss: float, task: Any = task, name: str = wrapper) -> None:
+                bar.update(task, advance=1, description=f"{name} loss {loss:.3f}")
 
-                traced = settings.trace if wrapper == "fusedring" else None
-                with trace(traced) if traced is not None else nullcontext():
-                    run, histories[wrapper] = train(
-                        wrapper,
-                        steps=settings.steps,
-                        batch_size=8,
-                        config=GPTConfig(),
-                        wire=settings.wire,
-                        algorithm=settings.algorithm,
-                        progress=advance,
-                    )
-                runs[wrapper] = asdict(run)
-        close()
-    finally:
-        dist.destroy_process_group()
+            traced = settings.trace if wrapper == "fusedring" else None
+            with trace(traced) if traced is not None else nullcontext():
+                run, histories[wrapper] = train(
+                    wrapper,
+                    steps=settings.steps,
+                    batch_size=8,
+                    config=GPTConfig(),
+                    wire=settings.wire,
+                    algorithm=settings.algorithm,
+                    progress=advance,
+                )
+            runs[wrapper] = asdict(run)
     return runs, histories
 
 

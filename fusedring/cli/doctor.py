@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from fusedring import memory
-from fusedring.bench.self_test import SelfTest, self_test
-from fusedring.cli.local_ranks import RanksFailedError, run_on_ranks
+from fusedring.bench.local_ranks import RanksFailedError, run_on_ranks
+from fusedring.bench.self_test import BANDWIDTH_BYTES, TIMEOUT_SECONDS, SelfTest, self_test
 from fusedring.communicator import ONE_SHOT_BYTES
 from fusedring.pictures import MATPLOTLIB_MISSING, has_matplotlib
 from fusedring.signals import check_machine, cores
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         if not options.json:
             print("testing for about 10 seconds ...", file=sys.stderr)
         try:
-            check, result = tested()
+            check, result = run_self_test()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
@@ -96,12 +96,15 @@ def _matplotlib() -> Check:
 
 def gpus() -> Check:
     """Which GPUs there are, and which reach each other's memory."""
-    count = torch.cuda.device_count()
+    try:
+        count = torch.cuda.device_count()
+        names = ", ".join(sorted({torch.cuda.get_device_name(device) for device in range(count)}))
+        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+        reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    except RuntimeError as error:
+        return Check("GPUs", "note", f"torch cannot use them: {error}")
     if count == 0:
         return Check("GPUs", "note", "none that torch can use")
-    names = ", ".join(sorted({torch.cuda.get_device_name(device) for device in range(count)}))
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    reached = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     peers = f", peer access between {reached} of {len(pairs)} ordered pairs" if pairs else ""
     return Check("GPUs", "note", f"{count} ({names}){peers}; this version reduces tensors in host memory only")
 
@@ -153,15 +156,15 @@ def choices() -> list[Check]:
     ]
 
 
-def tested() -> tuple[Check, SelfTest | None]:
+def run_self_test() -> tuple[Check, SelfTest | None]:
     """Run the self-test on as many ranks as there are cores, 2 to MOST_RANKS."""
     ranks = max(2, min(MOST_RANKS, cores()))
     try:
-        result: SelfTest = run_on_ranks(self_test, ranks)
+        result: SelfTest = run_on_ranks(self_test, ranks, timeout=TIMEOUT_SECONDS)
     except RanksFailedError as error:
         return Check("self-test", "broken", str(error), "report it with the output of fusedring doctor --json"), None
     finding = (
-        f"{ranks} ranks, {result.checked:,} elements right; 25 MiB at {result.gb_per_s:.1f} GB/s, "
+        f"{ranks} ranks, {result.checked:,} elements right; {BANDWIDTH_BYTES >> 20} MiB at {result.gb_per_s:.1f} GB/s, "
         f"{result.times_gloo:.1f} times gloo's speed, {result.times_copy:.1f} times as long as a copy"
     )
     if result.wrong:

@@ -11,7 +11,7 @@ from pathlib import Path
 from fusedring.cli.arguments import whole_number
 from fusedring.pictures import MATPLOTLIB_MISSING, MOST_GPUS_DRAWN, draw_walk, has_matplotlib
 from fusedring.plan import ALGORITHMS, COLLECTING, Plan, make_plan
-from fusedring.walk import Iteration, Move, gpu, gradient, sum_in_words, walk
+from fusedring.walk import Move, WalkedStep, gpu, gradient, sum_in_words, walk
 
 _PHASES = {
     "reduce-scatter": "share and add",
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print (and draw) the walk. Exit code 2 if a picture is asked for and matplotlib is missing."""
+    """Print (and draw) the walk. Exit code 2 if a picture is asked for and cannot be made."""
     plan = make_plan("all_reduce", options.algorithm, options.world, options.elements)
     if options.png is not None:
         if options.world > MOST_GPUS_DRAWN:
@@ -43,8 +43,12 @@ def run(options: argparse.Namespace) -> int:
         if not has_matplotlib():
             print(MATPLOTLIB_MISSING, file=sys.stderr)
             return 2
-        options.png.parent.mkdir(parents=True, exist_ok=True)
-        draw_walk(plan, options.png)
+        try:
+            options.png.parent.mkdir(parents=True, exist_ok=True)
+            draw_walk(plan, options.png)
+        except OSError as error:
+            print(f"--png: cannot write {options.png}: {error.strerror}", file=sys.stderr)
+            return 2
         print(f"wrote {options.png}", file=sys.stderr)
     if options.json:
         print(json.dumps(as_json(plan)))
@@ -79,21 +83,21 @@ def _in_words(plan: Plan) -> list[str]:
             f"{sum_in_words(range(world), 0, world)} the sum of segment 1 over all GPUs.",
             "",
         ]
-        for number, iteration in enumerate(walk(plan), 1):
-            lines += _step_in_words(plan, number, iteration)
+        for number, walked_step in enumerate(walk(plan), 1):
+            lines += _step_in_words(plan, number, walked_step)
     return [*lines, "", *_totals(plan)]
 
 
-def _step_in_words(plan: Plan, number: int, iteration: Iteration) -> list[str]:
-    lines = [f"Step {number} of {len(plan.steps)}, {iteration.phase} ({_PHASES[iteration.phase]}):"]
-    lines += [f"  {_move_in_words(plan, move, iteration)}" for move in iteration.moves]
+def _step_in_words(plan: Plan, number: int, walked_step: WalkedStep) -> list[str]:
+    lines = [f"Step {number} of {len(plan.steps)}, {walked_step.phase} ({_PHASES[walked_step.phase]}):"]
+    lines += [f"  {_move_in_words(plan, move, walked_step)}" for move in walked_step.moves]
     return lines
 
 
-def _move_in_words(plan: Plan, move: Move, iteration: Iteration) -> str:
+def _move_in_words(plan: Plan, move: Move, walked_step: WalkedStep) -> str:
     t = move.transfer
     carried, own = (sum_in_words(whose, t.segment, plan.world_size) for whose in (move.carried, (t.dst,)))
-    what_then = f"added to {own}" if iteration.phase in COLLECTING else "kept"
+    what_then = f"added to {own}" if walked_step.phase in COLLECTING else "kept"
     return f"{gpu(t.src)} sends {carried} to {gpu(t.dst)} ({what_then}): {t.elements:,} elements"
 
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedring.collectives import close
+from fusedring.signals import cores
 
 
 class RanksFailedError(RuntimeError):
     """One of the ranks raised or died; the text is the first one's."""
 
 
-def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """What rank 0's `function(*arguments)` returns; all ranks run it, each in a fresh process with its share of cores.
+def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 1800.0) -> Any:
+    """What rank 0's `function(*arguments)` returns.
 
-    The function makes its process group itself. Raises KeyboardInterrupt on Ctrl-C, once all ranks have ended, and
-    RanksFailedError if a rank fails.
+    Every rank runs it in a fresh process, with its share of the cores and a default process group over gloo whose
+    timeout is `timeout` seconds. Raises KeyboardInterrupt on Ctrl-C, once all ranks have ended, and RanksFailedError if
+    a rank fails.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -34,11 +40,23 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> A
         monitor_interval=0.1,
         start_method="spawn",
     )
+    threads = max(1, cores() // ranks)
     try:
-        results: dict[int, Any] = elastic_launch(config, function)(*arguments)
+        results: dict[int, Any] = elastic_launch(config, _run)(function, arguments, threads, timeout)
     except SignalException:
         raise KeyboardInterrupt from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RanksFailedError(f"rank {rank}: {failure.message}") from error
     return results[0]
+
+
+def _run(function: Callable[..., Any], arguments: tuple[Any, ...], threads: int, timeout: float) -> Any:
+    torch.set_num_threads(threads)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    try:
+        result = function(*arguments)
+        close()
+        return result
+    finally:
+        dist.destroy_process_group()

@@ -14,7 +14,6 @@ import atexit
 import fcntl
 import itertools
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
+from fusedring.log import logger, my_rank
 
 MOST_EVENTS = 1_000_000
 """What a rank records at most, about 200 MB of JSON; the rest is left out, and the log says so."""
@@ -38,16 +37,23 @@ def trace(directory: str | os.PathLike[str]) -> Iterator[None]:
     """Record what this process does in the block; at its end `directory`/trace.json holds it, with all ranks' blocks.
 
     Call it on every rank that should be in the trace, in the same order relative to collectives. The environment
-    variable FUSEDRING_TRACE=directory does the same for whole processes. Raises OSError if `directory` cannot be made.
+    variable FUSEDRING_TRACE=directory does the same for whole processes. Raises OSError if `directory` cannot be made,
+    or at the end if the trace cannot be written; where the block itself raises, that is logged instead.
     """
     recorder = Recorder(Path(directory))
     (recorder.directory / "ranks").mkdir(parents=True, exist_ok=True)
     _recorders.append(recorder)
     try:
         yield
-    finally:
+    except BaseException:
         _recorders.remove(recorder)
-        recorder.write()
+        try:
+            recorder.write()
+        except OSError:
+            logger.exception("the trace cannot be written")
+        raise
+    _recorders.remove(recorder)
+    recorder.write()
 
 
 def recording() -> bool:
@@ -96,34 +102,37 @@ class Recorder:
     def add(self, event: Event) -> None:
         """Keep an event."""
         if self._rank is None:
-            self._rank = _rank()  # now, since the process group may be gone at the end
+            self._rank = my_rank()  # now, since the process group may be gone at the end
         if len(self._events) < MOST_EVENTS:
             self._events.append(event)
         elif len(self._events) == MOST_EVENTS:
             self._events.append(Event(event.track, "trace full", event.start, None, {}))
-            logging.getLogger("fusedring").warning("the trace is full: it holds the first %d events", MOST_EVENTS)
+            logger.warning("the trace is full: it holds the first %d events", MOST_EVENTS)
+
+    def write_if_used(self) -> None:
+        """As `write`, unless nothing was recorded: what only starts the ranks must not stand for rank 0."""
+        if self._events:
+            self.write()
 
     def write(self) -> None:
         """Leave this rank's events in the directory, and merge all ranks'. Does nothing in a forked child."""
-        if not self._events or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return
+        rank = my_rank() if self._rank is None else self._rank
         ranks = self.directory / "ranks"
         ranks.mkdir(parents=True, exist_ok=True)
         mine = {
-            "rank": self._rank,
+            "rank": rank,
             "boot": _BOOT.read_text().strip(),
             "since": self._since,
             "until": time.perf_counter(),
-            "events": _as_json(self._events, self._rank or 0),
+            "events": _as_json(self._events, rank),
         }
-        lock = os.open(ranks, os.O_RDONLY)
-        try:
+        with (ranks / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            _replace(ranks / f"{self._rank}.json", mine)
+            _replace(ranks / f"{rank}.json", mine)
             everybody = [json.loads(path.read_text()) for path in sorted(ranks.glob("*.json"))]
             _replace(self.directory / "trace.json", _merged(mine, everybody))
-        finally:
-            os.close(lock)
 
 
 def _merged(mine: dict[str, Any], everybody: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -175,19 +184,18 @@ def _steps(events: Sequence[Event]) -> list[Event]:
     begun: Event | None = None
     forward: Event | None = None
     wait: Event | None = None
-    number = 0
 
-    def end_step(at: float) -> None:
-        nonlocal begun, number
+    def end_step(wait: Event, at: float) -> None:
+        nonlocal begun
         if begun is not None:
-            derived.append(Event(begun.track, f"step {number}", begun.start, at, {}))
-            begun, number = None, number + 1
+            derived.append(Event(begun.track, f"step {wait.arguments['step']}", begun.start, at, {}))
+            begun = None
 
     for event in sorted(events, key=lambda event: event.start):
         if event.name == FORWARD:
             if wait is not None and wait.end is not None:
                 derived.append(Event(event.track, OUTSIDE, wait.end, event.start, {}))
-                end_step(event.start)
+                end_step(wait, event.start)
                 wait = None
             begun, forward = begun or event, event
         elif event.name == BACKWARD and forward is not None and forward.end is not None:
@@ -196,7 +204,7 @@ def _steps(events: Sequence[Event]) -> list[Event]:
         elif event.name == WAIT:
             wait = event
     if wait is not None and wait.end is not None:
-        end_step(wait.end)
+        end_step(wait, wait.end)
     return derived
 
 
@@ -207,13 +215,9 @@ def _replace(path: Path, content: dict[str, Any]) -> None:
     draft.replace(path)
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-
-
 _track_numbers = itertools.count(1)
 _recorders: list[Recorder] = []
 
 if _directory := os.environ.get("FUSEDRING_TRACE"):
     _recorders.append(Recorder(Path(_directory)))
-    atexit.register(_recorders[0].write)
+    atexit.register(_recorders[0].write_if_used)
