@@ -19,11 +19,21 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 @dataclass(slots=True)
 class Entry:
-    """One parameter's place: `view` has the parameter's shape and, where they are dense, its strides."""
+    """One parameter's place, from element `offset` of its bucket.
+
+    `view` has the parameter's shape and, where they are dense, its strides.
+    """
 
     name: str
     parameter: torch.nn.Parameter
+    offset: int
     view: torch.Tensor
+
+    def in_place(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """The memory of `grad` as a vector in the order of the bucket; None if it has another dtype or order."""
+        if self.view.is_complex() or grad.dtype != self.view.dtype or grad.stride() != self.view.stride():
+            return None
+        return grad.detach().as_strided((grad.numel(),), (1,))
 
 
 @dataclass(slots=True)
@@ -73,7 +83,7 @@ def bind(layout: BucketLayout, parameters: Sequence[tuple[str, torch.nn.Paramete
     """Give a layout its memory: `flat`, of layout.dtype and layout.elements elements, is zeroed."""
     flat.zero_()
     entries = [
-        Entry(*parameters[index], _view_for(parameters[index][1], flat, offset))
+        Entry(*parameters[index], offset, _view_for(parameters[index][1], flat, offset))
         for index, offset in zip(layout.members, layout.offsets, strict=True)
     ]
     return Bucket(flat, entries)

@@ -175,6 +175,7 @@ def _collective(
         tensor.dtype,
         config.wire or tensor.dtype,
         scale_factor(op, scale, communicator.world_size, tensor.dtype),
+        communicator.resolve_engine(config.engine),
     )
     flat = tensor.detach().view(-1)
     result = tensor

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -24,11 +24,12 @@ from torch.distributed import distributed_c10d
 
 from fusedring.config import check_timeout
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError
-from fusedring.host_engine import HostEngine, Outcome
-from fusedring.launch import Launch
+from fusedring.host_engine import HostEngine
+from fusedring.launch import Launch, Outcome, Source
 from fusedring.rendezvous import Rendezvous, group_timeout
 from fusedring.shm_workspace import ShmWorkspace
 from fusedring.tracing import COMMUNICATION, Track, recording
+from fusedring.triton_engine import TritonEngine
 
 ONE_SHOT_BYTES = 32 << 10
 """Up to this tensor size 'auto' means one_shot, above it two_shot (see benchmarks/collectives.py)."""
@@ -121,7 +122,10 @@ class Communicator:
         self._rendezvous = Rendezvous(group, timeout=limit)
         self.rank, self.world_size = self._rendezvous.rank, self._rendezvous.world_size
         self._workspace = ShmWorkspace(self._rendezvous, timeout=limit)
-        self._engine = HostEngine(self._workspace)
+        self._engines: dict[str, HostEngine | TritonEngine] = {
+            "host": HostEngine(self._workspace),
+            "triton": TritonEngine(self._workspace),
+        }
         self._track = Track(COMMUNICATION)
         self._turn = threading.Lock()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -156,6 +160,10 @@ class Communicator:
         )
         return values
 
+    def resolve_engine(self, engine: str) -> str:
+        """`engine`, or what 'auto' stands for."""
+        return "host" if engine == "auto" else engine
+
     def allocate(self, nbytes: int, *, timeout: float | None) -> torch.Tensor:
         """`nbytes` bytes of workspace at every rank, as uint8 (collective)."""
         limit = timeout or self.default_timeout
@@ -166,7 +174,7 @@ class Communicator:
         """Execute `launch` on the flat `tensor` and return when it has ended."""
         limit = timeout or self.default_timeout
         with torch.autograd.profiler.record_function(launch.label):
-            self._in_order(lambda: self._execute(launch, tensor, limit))
+            self._in_order(lambda: self._execute(launch, tensor, (), limit))
 
     def submit(
         self,
@@ -175,13 +183,17 @@ class Communicator:
         *,
         result: torch.Tensor,
         timeout: float | None,
+        sources: Sequence[Source] = (),
         batch: Batch | None = None,
     ) -> Work:
-        """Queue `launch` on the flat `tensor`; the Work gives `result`."""
+        """Queue `launch` on the flat `tensor`; the Work gives `result`.
+
+        sources: what an engine that reads in place reads elsewhere than in `tensor`.
+        """
         limit, work = timeout or self.default_timeout, Work(result, launch.label)
         self._check_open()
         profiled = _Profiled(launch.label) if torch._C._autograd._profiler_enabled() else None
-        self._enqueue(_Task(lambda: self._execute(launch, tensor, limit), work, batch or Batch(), profiled))
+        self._enqueue(_Task(lambda: self._execute(launch, tensor, sources, limit), work, batch or Batch(), profiled))
         return work
 
     def settle(self) -> None:
@@ -212,9 +224,9 @@ class Communicator:
             self._thread.join(timeout=1)
         self._workspace.close()
 
-    def _execute(self, launch: Launch, tensor: torch.Tensor, limit: float) -> Outcome:
+    def _execute(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], limit: float) -> Outcome:
         begun = time.perf_counter()
-        outcome = self._engine.run(launch, tensor, timeout=limit)
+        outcome = self._engines[launch.engine].run(launch, tensor, sources=sources, timeout=limit)
         if recording():
             self._track.span("meet", begun, outcome.started)
             self._track.span(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import threading
 from dataclasses import dataclass
@@ -87,13 +88,13 @@ def check_engine(engine: str, device: torch.device) -> None:
         raise ValueError(
             f"the tensor is on {device}, and this version reduces tensors in host memory only: move it with .cpu()"
         )
-    if engine == "triton":
-        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if engine == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            "engine 'triton' is not part of this version"
-            if interpreted
-            else "engine 'triton' reduces CPU tensors only under Triton's interpreter (TRITON_INTERPRET=1)"
-        ) from None
+            "engine 'triton' reduces CPU tensors only under Triton's interpreter: set TRITON_INTERPRET=1 before the "
+            "start, or use engine='host'"
+        )
+    if engine == "triton" and importlib.util.find_spec("triton") is None:
+        raise ValueError("engine 'triton' needs triton: pip install triton")
 
 
 def scale_factor(op: str, scale: float | None, world_size: int, dtype: torch.dtype) -> float:

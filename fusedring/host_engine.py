@@ -20,14 +20,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from fusedring import launch as launching
 from fusedring.arithmetic import CHUNK_ELEMENTS, Arithmetic
-from fusedring.launch import Launch, Location
+from fusedring.launch import Launch, Location, Outcome, Source
 from fusedring.plan import ALIGNMENT, COLLECTING, Plan, make_plan
 from fusedring.workspace import Workspace
 
@@ -35,14 +34,6 @@ DONE: Final = (1 << 32) - 1
 """The last point of every epoch."""
 
 Span = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """started: time.perf_counter() when all ranks had come; note: the OR of all ranks' notes."""
-
-    started: float
-    note: int
 
 
 class HostEngine:
@@ -53,11 +44,14 @@ class HostEngine:
         self._arithmetics: dict[tuple[torch.dtype, torch.dtype], Arithmetic] = {}
 
     @torch.no_grad()
-    def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float) -> Outcome:
+    def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float, sources: Sequence[Source] = ()) -> Outcome:
         """Execute `launch` on this rank's `tensor`, in place: one-dimensional, contiguous, in host memory.
+
+        sources: must be empty, since this engine reads what it reduces in `tensor` itself.
 
         Raises MismatchError, with nothing written, if the ranks' launches differ, and whatever `Workspace.wait` raises.
         """
+        assert not sources
         workspace = self._workspace
         plan = make_plan(launch.kind, launch.algorithm, workspace.world_size, launch.elements)
         job = _Job(workspace, plan, launch, tensor, self._arithmetic(launch.dtype, launch.wire), timeout)

@@ -15,7 +15,7 @@ from operator import or_
 
 import torch
 
-from fusedring.config import DTYPES
+from fusedring.config import DTYPES, ENGINES
 from fusedring.errors import MismatchError
 from fusedring.plan import ALGORITHMS, KINDS
 
@@ -23,9 +23,9 @@ LAUNCH_KINDS = (*KINDS, "empty")
 STAGED = -1
 """`arena` of a tensor outside the workspace: it travels through the rank's staging slot."""
 
-_LAYOUT = struct.Struct("<qqqqqdqqqqqq")
+_LAYOUT = struct.Struct("<qqqqqdqqqqqqq")
 HEADER_BYTES = _LAYOUT.size
-_AGREED_BYTES = struct.calcsize("<qqqqqdqqq")
+_AGREED_BYTES = struct.calcsize("<qqqqqdqqqq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Launch:
 
     kind: 'all_reduce', 'reduce_scatter', 'all_gather', or 'empty' (an allocation; `elements` is bytes per rank).
     wire: dtype that crosses between ranks, never None here.
-    factor: what each contribution is multiplied by.
+    factor: what each contribution is multiplied by. engine: 'host' or 'triton'.
     wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training). Wrappers are
         numbered as they were made.
     note: bits that each rank sets freely; every rank learns the OR of all.
@@ -54,6 +54,7 @@ class Launch:
     dtype: torch.dtype
     wire: torch.dtype
     factor: float = 1.0
+    engine: str = "host"
     wrapper: int = -1
     step: int = -1
     bucket: int = -1
@@ -63,6 +64,28 @@ class Launch:
     def label(self) -> str:
         """Its name in profiles and traces."""
         return f"fusedring::{self.kind}" + (f"[bucket={self.bucket}]" if self.bucket >= 0 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Elements [start, start + tensor.numel()) are read from `tensor`, a vector of the launch's dtype."""
+
+    start: int
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """started: time.perf_counter() when all ranks had come; note: the OR of all ranks' notes.
+
+    squares, unbounded: where the engine gives them, the sum of squares of the results that this rank completed (its
+    part), and whether one of them is inf or NaN.
+    """
+
+    started: float
+    note: int
+    squares: float | None = None
+    unbounded: bool | None = None
 
 
 def pack(launch: Launch, location: Location | None) -> bytes:
@@ -75,6 +98,7 @@ def pack(launch: Launch, location: Location | None) -> bytes:
         DTYPES.index(launch.dtype) if launch.kind != "empty" else 0,
         DTYPES.index(launch.wire) if launch.kind != "empty" else 0,
         launch.factor,
+        ENGINES.index(launch.engine),
         launch.wrapper,
         launch.step,
         launch.bucket,
@@ -86,9 +110,21 @@ def pack(launch: Launch, location: Location | None) -> bytes:
 
 def unpack(header: bytes) -> tuple[Launch, Location | None]:
     """The inverse of `pack`."""
-    kind, algorithm, elements, dtype, wire, factor, wrapper, step, bucket, arena, offset, note = _LAYOUT.unpack(header)
-    names = LAUNCH_KINDS[kind], ALGORITHMS[algorithm]
-    launch = Launch(*names, elements, DTYPES[dtype], DTYPES[wire], factor, wrapper, step, bucket, note)
+    kind, algorithm, elements, dtype, wire, factor, engine, *place, arena, offset, note = _LAYOUT.unpack(header)
+    wrapper, step, bucket = place
+    launch = Launch(
+        kind=LAUNCH_KINDS[kind],
+        algorithm=ALGORITHMS[algorithm],
+        elements=elements,
+        dtype=DTYPES[dtype],
+        wire=DTYPES[wire],
+        factor=factor,
+        engine=ENGINES[engine],
+        wrapper=wrapper,
+        step=step,
+        bucket=bucket,
+        note=note,
+    )
     return launch, None if arena == STAGED else Location(arena, offset)
 
 
@@ -123,7 +159,7 @@ def _in_words(launch: Launch) -> str:
     words = f"{launch.kind} of {launch.elements} elements of {_short(launch.dtype)}, {launch.algorithm}"
     if launch.wire != launch.dtype:
         words += f", wire {_short(launch.wire)}"
-    words += f", factor {launch.factor:.9g}"
+    words += f", factor {launch.factor:.9g}, engine {launch.engine}"
     if launch.step >= 0:
         words += f", bucket {launch.bucket} of step {launch.step} of wrapper {launch.wrapper}"
     return words

@@ -26,11 +26,15 @@ from fusedring.buckets import Bucket, Entry
 from fusedring.communicator import Batch, Communicator, Work
 from fusedring.config import RingConfig, scale_factor
 from fusedring.errors import MismatchError
-from fusedring.launch import Launch
+from fusedring.launch import Launch, Source
 from fusedring.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
 from fusedring.tracing import BACKWARD, WAIT, Track, recording
 
 _GRADIENT_MISSING = 1
+
+READ_IN_PLACE = 2048
+"""Elements from which on a gradient is read by the kernels where autograd left it: a tile. Smaller ones are packed into
+their bucket, since a tile that is not full still costs a whole pass."""
 
 
 class Backward:
@@ -64,6 +68,7 @@ class _Step:
     started: float
     waiting_for: list[int]
     arrived: list[list[bool]]
+    sources: list[dict[int, torch.Tensor]]
     ended: float = 0.0
     held: list[list[bool]] = field(default_factory=list)
     batch: Batch = field(default_factory=Batch)
@@ -82,6 +87,7 @@ class Scheduler:
         self._step: _Step | None = None
         self._next_number = 0
         self._wrapper = communicator.number_wrapper()
+        self._engine = communicator.resolve_engine(config.engine)
         self._forward_order = 0
         self._expecting = False
         self.track = Track(f"FusedRingDDP {self._wrapper}")
@@ -117,7 +123,8 @@ class Scheduler:
         if self._step is None:
             sizes = [len(bucket.entries) for bucket in self._buckets]
             arrived = [[False] * size for size in sizes]
-            self._step = _Step(self._next_number, backward.run, backward.started, sizes, arrived)
+            sources: list[dict[int, torch.Tensor]] = [{} for _ in sizes]
+            self._step = _Step(self._next_number, backward.run, backward.started, sizes, arrived, sources)
             self._next_number += 1
 
     def ready(self, bucket: int, position: int) -> None:
@@ -133,7 +140,7 @@ class Scheduler:
                 "been sent already. Use checkpoint(..., use_reentrant=False), or no_sync() around all but the last of "
                 "several backward passes"
             )
-        self._take(entry)
+        self._take(step, bucket, entry)
         if recording():
             self.track.mark("gradient ready", time.perf_counter(), parameter=entry.name, bucket=bucket)
         step.arrived[bucket][position] = True
@@ -223,17 +230,25 @@ class Scheduler:
             for position, entry in enumerate(self._buckets[bucket].entries):
                 if not step.arrived[bucket][position]:
                     note = _GRADIENT_MISSING
-                    self._take(entry)
+                    self._take(step, bucket, entry)
             self._launch(step, note)
 
-    def _take(self, entry: Entry) -> None:
-        """Bring a gradient into its bucket, unless autograd accumulated it there. None counts as zero."""
+    def _take(self, step: _Step, bucket: int, entry: Entry) -> None:
+        """Bring a gradient into its bucket, unless autograd accumulated it there or the engine reads it where it is.
+
+        None counts as zero. What autograd owns is read and never written: other gradients may share its memory.
+        """
         grad = entry.parameter.grad
         if grad is None:
             entry.view.zero_()
         elif grad is not entry.view:
             if grad.layout != torch.strided:
                 raise ValueError(f"the gradient of parameter {entry.name} is sparse: use sparse=False in its embedding")
+            if self._engine == "triton" and grad.numel() >= READ_IN_PLACE:
+                source = entry.in_place(grad)
+                if source is not None:
+                    step.sources[bucket][entry.offset] = source
+                    return
             entry.view.copy_(grad.detach())
 
     def _launch(self, step: _Step, note: int) -> None:
@@ -242,7 +257,14 @@ class Scheduler:
         launch = self._launch_of(flat, step, index, note)
         step.launches.append(launch)
         step.works.append(
-            self._communicator.submit(launch, flat, result=flat, timeout=self._config.timeout, batch=step.batch)
+            self._communicator.submit(
+                launch,
+                flat,
+                result=flat,
+                timeout=self._config.timeout,
+                sources=[Source(start, tensor) for start, tensor in sorted(step.sources[index].items())],
+                batch=step.batch,
+            )
         )
 
     def _launch_of(self, flat: torch.Tensor, step: _Step, index: int, note: int, op: str = "avg") -> Launch:
@@ -253,6 +275,7 @@ class Scheduler:
             flat.dtype,
             self._config.wire or flat.dtype if op == "avg" else flat.dtype,
             scale_factor(op, None, self._communicator.world_size, flat.dtype),
+            self._engine if op == "avg" else "host",
             self._wrapper,
             step.number,
             index,

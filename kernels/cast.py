@@ -33,8 +33,8 @@ def narrow(x, wire: tl.constexpr):
 @triton.jit
 def widen(x, accumulate: tl.constexpr):
     """`x` from the wire or a tensor, exactly, in the `accumulate` dtype (float32 or float64)."""
-    if x.dtype == tl.bfloat16 and accumulate == tl.float32:
-        result = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    if x.dtype == tl.bfloat16:
+        result = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True).to(accumulate)
     else:
         result = x.to(accumulate)
     return result

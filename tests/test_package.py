@@ -13,14 +13,14 @@ ROOT = Path(fusedring.__file__).parent
 
 # Each file imports only from files on lower floors (or, for packages, from its own package), wherever in it.
 FLOORS = [
-    {"version", "errors", "plan", "report", "log"},
+    {"version", "errors", "plan", "report", "log", "kernels"},
     {"config", "walk", "tracing"},
     {"pictures"},
     {"plots"},
     {"launch", "memory", "signals", "rendezvous", "arithmetic"},
     {"workspace"},
     {"shm_workspace"},
-    {"host_engine"},
+    {"host_engine", "triton_engine"},
     {"communicator"},
     {"collectives", "buckets"},
     {"scheduler"},

@@ -1,0 +1,223 @@
+"""The triton engine: launches the kernels of fusedring/kernels on a workspace.
+
+Under Triton's interpreter (TRITON_INTERPRET=1), one process per rank, on shared memory: the same kernel source that a
+GPU runs, slowly, for tests and for looking at.
+
+A launch is cut into *windows* that fit into the slots, the same range of every segment. Each window is one kernel
+launch and one epoch of the regions. The workspace's own meeting comes first, so that ranks which differ are found
+before any write.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedring import launch as launching
+from fusedring.errors import CollectiveTimeoutError, FusedRingError
+from fusedring.launch import Launch, Outcome, Source
+from fusedring.plan import ALIGNMENT, Plan, make_plan
+from fusedring.workspace import Workspace
+
+if TYPE_CHECKING:
+    from fusedring.kernels.launching import Region, Totals
+    from fusedring.kernels.tiles import Table
+
+PARITY_BYTES = 8 << 20
+"""Slots of one parity, at each rank."""
+
+CHUNK_BYTES = 64 << 10
+"""Wire bytes that are signalled together, at the least: a system-scope release stalls a program for about 1 µs."""
+
+CHANNELS = 2
+"""Programs of a launch. The interpreter runs them one after another, so here they are only as many as tests need."""
+
+POLL_SECONDS = 100e-6
+"""What one look of a waiting kernel takes under the interpreter."""
+
+_MOST_CHUNKS = 512
+_TABLES_KEPT = 64
+
+
+class TritonEngine:
+    """Runs launches on one workspace, one after another."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._memory: torch.Tensor | None = None
+        self._region: Region | None = None
+        self._totals: Totals | None = None
+        self._tables: dict[Any, Table] = {}
+
+    @torch.no_grad()
+    def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float, sources: Sequence[Source] = ()) -> Outcome:
+        """Execute `launch` on this rank's `tensor`, in place: one-dimensional, contiguous, in host memory.
+
+        sources: parts of the tensor that are read elsewhere; only the result is written to `tensor`.
+
+        Raises MismatchError, with nothing written, if the ranks' launches differ, CollectiveTimeoutError naming rank
+        and step if a rank makes no progress for about `timeout` seconds; `tensor` is NaN then.
+        """
+        headers = self._workspace.meet(launching.pack(launch, None), timeout=timeout)
+        started = time.perf_counter()
+        _, note = launching.agree(headers)
+        region, totals = self._open(timeout)
+        squares, unbounded = 0.0, False
+        if launch.elements:
+            plan = make_plan(launch.kind, launch.algorithm, region.world, launch.elements)
+            for number in range(self._windows(plan, launch, region)):
+                table = self._table(plan, launch, region, number, tensor, sources)
+                self._kernel(launch)(
+                    table,
+                    tensor,
+                    region,
+                    totals,
+                    wire=launch.wire,
+                    scale=launch.factor if launch.kind != "all_gather" else 1.0,
+                    polls=max(1, int(timeout / POLL_SECONDS)),
+                )
+                self._check_status(launch, region, timeout)
+                squares += float(totals.squares.sum())
+                unbounded |= bool(totals.unbounded.any())
+        return Outcome(started, note, squares, unbounded)
+
+    def _open(self, timeout: float) -> tuple[Region, Totals]:
+        """The regions of all ranks; the first launch on all of them gets the memory."""
+        if self._region is None or self._totals is None:
+            from fusedring.kernels.launching import Region, Totals, region_bytes
+
+            workspace = self._workspace
+            nbytes = region_bytes(workspace.world_size, PARITY_BYTES)
+            self._memory = workspace.allocate(nbytes, timeout=timeout)
+            location = workspace.locate(self._memory)
+            assert location is not None
+            bases = [workspace.bytes_at(r, location, nbytes).data_ptr() for r in range(workspace.world_size)]
+            self._region = Region(
+                torch.tensor(bases), workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, inline=False
+            )
+            self._totals = Totals(torch.zeros(CHANNELS), torch.zeros(CHANNELS, dtype=torch.int32))
+        return self._region, self._totals
+
+    def _kernel(self, launch: Launch) -> Any:
+        from fusedring.kernels import direct, ring
+
+        scatter, gather = launch.kind != "all_gather", launch.kind != "reduce_scatter"
+        if launch.algorithm == "ring":
+            return {
+                "all_reduce": ring.ring_all_reduce,
+                "reduce_scatter": ring.ring_reduce_scatter,
+                "all_gather": ring.ring_all_gather,
+            }[launch.kind]
+        if launch.algorithm == "master":
+            return partial(direct.master, scatter=scatter, gather=gather)
+        if launch.algorithm == "one_shot" and scatter and gather:
+            return direct.one_shot
+        return partial(direct.two_shot, scatter=scatter, gather=gather)
+
+    def _row_elements(self, launch: Launch, region: Region) -> int:
+        """Elements that a row of slots can hold."""
+        from fusedring.kernels.direct import direct_rows
+        from fusedring.kernels.launching import row_bytes
+        from fusedring.kernels.ring import ring_rows
+
+        if launch.algorithm == "ring":
+            rows = ring_rows(region.world)
+        else:
+            rows = direct_rows(launch.algorithm if self._holds_all(launch) else "two_shot", region.world)
+        return row_bytes(region, rows) // launch.wire.itemsize
+
+    def _holds_all(self, launch: Launch) -> bool:
+        """Whether a row of slots holds the whole bucket, not one segment."""
+        return launch.algorithm == "master" or (launch.algorithm == "one_shot" and launch.kind == "all_reduce")
+
+    def _span(self, launch: Launch, region: Region) -> int:
+        """Elements of each segment that one window takes."""
+        elements = self._row_elements(launch, region)
+        if self._holds_all(launch):
+            elements //= region.world
+        return max(ALIGNMENT, elements // ALIGNMENT * ALIGNMENT)
+
+    def _windows(self, plan: Plan, launch: Launch, region: Region) -> int:
+        longest = max(stop - start for start, stop in plan.parts)
+        return -(-longest // self._span(launch, region))
+
+    def _table(
+        self,
+        plan: Plan,
+        launch: Launch,
+        region: Region,
+        window: int,
+        tensor: torch.Tensor,
+        sources: Sequence[Source],
+    ) -> Table:
+        """The tiles of a window, from the cache where tensor, layout and alignment are the same."""
+        from fusedring.kernels.tiles import Run, Table, alignment
+
+        runs = _runs(tensor, sources, Run)
+        key = (
+            launch.kind,
+            launch.algorithm,
+            launch.wire,
+            window,
+            tensor.data_ptr(),
+            tensor.numel(),
+            tensor.dtype,
+            tuple((run.start, run.source.numel()) for run in runs),
+            alignment(runs, tensor),
+        )
+        table = self._tables.get(key)
+        if table is None:
+            span = self._span(launch, region)
+            segments = []
+            for segment in range(region.world):
+                start, stop = plan.bounds(segment)
+                segments.append((min(start + window * span, stop), min(start + (window + 1) * span, stop)))
+            origins = [start for start, _ in segments]
+            if self._holds_all(launch):
+                # The windows of all segments lie one behind the other in a row.
+                origins = [start - segment * span for segment, (start, _) in enumerate(segments)]
+            chunk = max(CHUNK_BYTES // launch.wire.itemsize, -(-span * region.world // _MOST_CHUNKS))
+            chunk = -(-chunk // ALIGNMENT) * ALIGNMENT
+            if len(self._tables) >= _TABLES_KEPT:
+                self._tables.clear()
+            table = self._tables[key] = Table(segments, runs, tensor, origins, chunk_elements=chunk)
+        else:
+            table.point_at(runs)
+        return table
+
+    def _check_status(self, launch: Launch, region: Region, timeout: float) -> None:
+        from fusedring.kernels.signals import ABORT, STATUS, STATUS_WORDS, TIMED_OUT
+
+        assert self._memory is not None
+        words = self._memory.view(torch.int32)
+        if words[ABORT.value] == 0:
+            return
+        table = words[STATUS.value : STATUS.value + STATUS_WORDS.value * region.channels].view(region.channels, -1)
+        for code, awaited, step, chunk, epoch in table[:, :5].tolist():
+            if code == TIMED_OUT.value:
+                raise CollectiveTimeoutError(
+                    f"rank {region.rank} waited {timeout:g} s for rank {awaited} at step {step} of {launch.algorithm} "
+                    f"(chunk {chunk}, epoch {epoch}, {launch.label}); the result is NaN. Call fusedring.close() on all "
+                    "ranks of the group before its next collective"
+                )
+        raise FusedRingError(
+            f"another rank gave up in {launch.label}: see the error there; the result on rank {region.rank} is NaN. "
+            "Call fusedring.close() on all ranks of the group before its next collective"
+        )
+
+
+def _runs(tensor: torch.Tensor, sources: Sequence[Source], make: Any) -> list[Any]:
+    """The sources, and between them the tensor itself."""
+    runs, at = [], 0
+    for source in sources:
+        if source.start > at:
+            runs.append(make(at, tensor[at : source.start]))
+        runs.append(make(source.start, source.tensor))
+        at = source.start + -(-source.tensor.numel() // ALIGNMENT) * ALIGNMENT
+    if at < tensor.numel():
+        runs.append(make(at, tensor[at:]))
+    return runs

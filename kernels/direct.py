@@ -1,0 +1,306 @@
+"""The direct algorithms: every contribution goes straight to where it is summed. One kernel, and its launchers.
+
+    two_shot   segment s is summed at rank s, and rank s hands its sum to all
+    one_shot   every segment is summed at every rank; nothing is handed out
+    master     every segment is summed at rank 0, which hands the sums out
+
+In each channel, chunk by chunk:
+
+    send       scale and narrow the own contribution, store it at whoever sums it
+    sum        wait for all contributions, add them in rank order, narrow, keep, and store at whoever is to have it
+    receive    wait for the sums of others, and keep them
+
+Row r of a rank's slots and signals is for the contributions of rank r, row W + r for the sums from rank r. A row holds
+one segment (two_shot) or the whole bucket (the others); `origins` says which element lies first in it. Alone of these
+algorithms one_shot has no receive: a rank that has summed may be in the next epoch while its neighbour still reads,
+which is why slots have two parities.
+
+Example, two_shot on 3 ranks, rank 1: sends b3 to rank 2 and b1 to rank 0; waits for a2 and c2, keeps the sum of a2, b2
+and c2, and stores it at ranks 0 and 2; waits for the sums of segments 3 and 1.
+"""
+
+from typing import Unpack
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedring.kernels.cast import narrow, widen
+from fusedring.kernels.launching import How, Region, Totals, bits_of, form, row_bytes, slots_byte
+from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, report, signal, wait
+from fusedring.kernels.tiles import WARPS, Table, keep, own, poison, put, read_tile, slot, take
+
+
+@triton.jit
+def _hand_to(bits, receivers, slots, at, link, span, FULL: tl.constexpr, FORM: tl.constexpr):
+    """Store a tile in the same place of the slots of every receiver but this rank."""
+    first, last = receivers
+    bases, rank = link[0], link[2]
+    for receiver in range(first, last):
+        if receiver != rank:
+            put(slot(tl.load(bases + receiver) + slots, at, FORM[0]), bits, span, FULL, FORM[2])
+
+
+@triton.jit
+def _post_to(receivers, row, index, link, FORM: tl.constexpr):
+    first, last = receivers
+    bases, rank, epoch = link[0], link[2], link[6]
+    for receiver in range(first, last):
+        if receiver != rank:
+            post(signal(tl.load(bases + receiver), row, index), epoch, FORM[4])
+
+
+@triton.jit
+def _send_tile(tile, origin, bucket, link, receivers, FULL: tl.constexpr, FORM: tl.constexpr):
+    source, start, valid, span = tile
+    output, scale = bucket[3], bucket[5]
+    rank, slots, pitch = link[2], link[4], link[5]
+    bits = narrow(own(source, valid, scale, output.dtype.element_ty, FORM[1], FULL, FORM[2]), FORM[0])
+    _hand_to(bits, receivers, slots + rank * pitch, start - origin, link, span, FULL, FORM)
+
+
+@triton.jit
+def _sum_tile(tile, origin, bucket, link, senders, receivers, FULL: tl.constexpr, FORM: tl.constexpr):
+    """Returns sum of squares and non-finite flag."""
+    source, start, valid, span = tile
+    output, scale = bucket[3], bucket[5]
+    mine, rank, world, slots, pitch = link[1], link[2], link[3], link[4], link[5]
+    first, last = senders
+    at = start - origin
+    mine_narrow = narrow(own(source, valid, scale, output.dtype.element_ty, FORM[1], FULL, FORM[2]), FORM[0])
+    total = tl.zeros((FORM[2],), FORM[1])
+    for sender in range(first, last):
+        if sender == rank:
+            term = widen(mine_narrow, FORM[1])
+        else:
+            term = widen(take(slot(mine + slots + sender * pitch, at, FORM[0]), span, FULL, FORM[2]), FORM[1])
+        total = tl.where(sender == first, term, total + term)  # not 0 + term, which would lose the sign of -0
+    bits = narrow(total, FORM[0])
+    _hand_to(bits, receivers, slots + (world + rank) * pitch, at, link, span, FULL, FORM)
+    return keep(output, start, bits, span, FORM[1], FULL, FORM[2])
+
+
+@triton.jit
+def _receive_tile(tile, origin, bucket, link, summer, FULL: tl.constexpr, FORM: tl.constexpr):
+    start, span = tile[1], tile[3]
+    mine, world, slots, pitch = link[1], link[3], link[4], link[5]
+    arrivals = slot(mine + slots + (world + summer) * pitch, start - origin, FORM[0])
+    bits = take(arrivals, span, FULL, FORM[2])
+    keep(bucket[3], start, bits, span, FORM[1], FULL, FORM[2])
+
+
+@triton.jit
+def _send(ok, bucket, link, segment, receivers, FORM: tl.constexpr):
+    tiles, chunk_tiles, origins, _, chunks, _ = bucket
+    origin = tl.load(origins + segment)
+    rank, world, channel = link[2], link[3], link[7]
+    for chunk in range(channel, chunks, FORM[3]):
+        index = segment * chunks + chunk
+        if ok:
+            for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
+                tile = read_tile(tiles, number)
+                if tile[2] == FORM[2]:
+                    _send_tile(tile, origin, bucket, link, receivers, True, FORM)
+                else:
+                    _send_tile(tile, origin, bucket, link, receivers, False, FORM)
+            _post_to(receivers, 2 * world + rank, index, link, FORM)
+    return ok
+
+
+@triton.jit
+def _sum(ok, bucket, link, segment, senders, receivers, FORM: tl.constexpr):
+    tiles, chunk_tiles, origins, _, chunks, _ = bucket
+    mine, rank, world, epoch, channel, polls = link[1], link[2], link[3], link[6], link[7], link[8]
+    origin = tl.load(origins + segment)
+    first, last = senders
+    squares, unbounded = 0.0, 0
+    for chunk in range(channel, chunks, FORM[3]):
+        index = segment * chunks + chunk
+        for sender in range(first, last):
+            if ok & (sender != rank):
+                ok = wait(signal(mine, 2 * world + sender, index), epoch, mine, polls)
+                if not ok:
+                    report(mine, channel, sender, 1, index, epoch)
+        if ok:
+            for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
+                tile = read_tile(tiles, number)
+                if tile[2] == FORM[2]:
+                    s, u = _sum_tile(tile, origin, bucket, link, senders, receivers, True, FORM)
+                else:
+                    s, u = _sum_tile(tile, origin, bucket, link, senders, receivers, False, FORM)
+                squares += s
+                unbounded = tl.maximum(unbounded, u)
+            _post_to(receivers, 3 * world + rank, index, link, FORM)
+    return ok, squares, unbounded
+
+
+@triton.jit
+def _receive(ok, bucket, link, segment, summer, FORM: tl.constexpr):
+    tiles, chunk_tiles, origins, _, chunks, _ = bucket
+    mine, world, epoch, channel, polls = link[1], link[3], link[6], link[7], link[8]
+    origin = tl.load(origins + segment)
+    for chunk in range(channel, chunks, FORM[3]):
+        index = segment * chunks + chunk
+        if ok:
+            ok = wait(signal(mine, 3 * world + summer, index), epoch, mine, polls)
+            if not ok:
+                report(mine, channel, summer, 2, index, epoch)
+        if ok:
+            for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
+                tile = read_tile(tiles, number)
+                if tile[2] == FORM[2]:
+                    _receive_tile(tile, origin, bucket, link, summer, True, FORM)
+                else:
+                    _receive_tile(tile, origin, bucket, link, summer, False, FORM)
+    return ok
+
+
+@triton.jit(do_not_specialize=["rank", "world", "chunks", "polls", "scale_bits"])
+def direct(
+    tiles,
+    chunk_tiles,
+    origins,
+    output,
+    bases,
+    squares,
+    unbounded,
+    rank,
+    world,
+    chunks,
+    row_bytes,
+    slots,
+    parity_bytes,
+    polls,
+    scale_bits: tl.int64,
+    SCATTER: tl.constexpr,
+    GATHER: tl.constexpr,
+    EVERYONE_SUMS: tl.constexpr,
+    ONE_SUMS: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Reduce-scatter (SCATTER), all-gather (GATHER) or both, over the tiles of a bucket.
+
+    EVERYONE_SUMS is one_shot (with both), ONE_SUMS is master, neither is two_shot. The rest as for `ring` in ring.py.
+    """
+    channel = tl.program_id(0)
+    scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(FORM[1])
+    mine = tl.load(bases + rank)
+    epoch = begin(mine, channel)
+    here = slots + (epoch & 1) * tl.cast(parity_bytes, tl.int64)
+    bucket = (tiles, chunk_tiles, origins, output, chunks, scale)
+    link = (bases, mine, rank, world, here, tl.cast(row_bytes, tl.int64), epoch, channel, polls)
+    ok = is_aborted(mine) == 0
+    s, u = 0.0, 0
+    for hop in range(1, world + 1):
+        segment = (rank + hop) % world
+        summer = 0 if ONE_SUMS else segment
+        if EVERYONE_SUMS:
+            ok = _send(ok, bucket, link, segment, (0, world), FORM)
+        elif SCATTER:
+            if summer != rank:
+                ok = _send(ok, bucket, link, segment, (summer, summer + 1), FORM)
+        elif (segment == rank) & (summer != rank):
+            ok = _send(ok, bucket, link, segment, (summer, summer + 1), FORM)
+    for segment in range(world):
+        summer = 0 if ONE_SUMS else segment
+        first, last = (0, world) if SCATTER else (segment, segment + 1)
+        if EVERYONE_SUMS:
+            ok, more, not_finite = _sum(ok, bucket, link, segment, (first, last), (0, 0), FORM)
+            if segment == rank:
+                s += more
+                u = tl.maximum(u, not_finite)
+        elif summer == rank:
+            if GATHER:
+                ok, more, not_finite = _sum(ok, bucket, link, segment, (first, last), (0, world), FORM)
+            else:
+                ok, more, not_finite = _sum(ok, bucket, link, segment, (first, last), (segment, segment + 1), FORM)
+            s += more
+            u = tl.maximum(u, not_finite)
+    if not EVERYONE_SUMS:
+        for hop in range(1, world + 1):
+            segment = (rank + hop) % world
+            summer = 0 if ONE_SUMS else segment
+            if summer != rank:
+                if GATHER or segment == rank:
+                    ok = _receive(ok, bucket, link, segment, summer, FORM)
+    if ok:
+        tl.store(squares + channel, s)
+        tl.store(unbounded + channel, u)
+        end(mine, channel, epoch)
+    else:
+        poison(tiles, chunk_tiles, output, world, channel, chunks, FORM[3], FORM[2])
+        abort_all(bases, world, FORM[4])
+
+
+def two_shot(
+    table: Table,
+    output: torch.Tensor,
+    region: Region,
+    totals: Totals,
+    *,
+    scatter: bool = True,
+    gather: bool = True,
+    **how: Unpack[How],
+) -> None:
+    """Sum each segment at its owner, and hand it to all; or (scatter, gather) one half of that."""
+    _launch(table, output, region, totals, "two_shot", scatter, gather, **how)
+
+
+def one_shot(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
+    """Send everything to everyone; everyone sums."""
+    _launch(table, output, region, totals, "one_shot", True, True, **how)
+
+
+def master(
+    table: Table,
+    output: torch.Tensor,
+    region: Region,
+    totals: Totals,
+    *,
+    scatter: bool = True,
+    gather: bool = True,
+    **how: Unpack[How],
+) -> None:
+    """Sum everything at rank 0, and hand it out; or (scatter, gather) one half of that."""
+    _launch(table, output, region, totals, "master", scatter, gather, **how)
+
+
+def _launch(
+    table: Table,
+    output: torch.Tensor,
+    region: Region,
+    totals: Totals,
+    algorithm: str,
+    scatter: bool,
+    gather: bool,
+    **how: Unpack[How],
+) -> None:
+    direct[(region.channels,)](
+        table.tiles,
+        table.chunk_tiles,
+        table.origins,
+        output,
+        region.bases,
+        totals.squares,
+        totals.unbounded,
+        region.rank,
+        region.world,
+        table.chunks,
+        row_bytes(region, direct_rows(algorithm, region.world)),
+        slots_byte(region.world),
+        region.parity_bytes,
+        how["polls"],
+        bits_of(how["scale"]),
+        SCATTER=scatter,
+        GATHER=gather,
+        EVERYONE_SUMS=algorithm == "one_shot",
+        ONE_SUMS=algorithm == "master",
+        FORM=form(output.dtype, how["wire"], region),
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def direct_rows(algorithm: str, world: int) -> int:
+    """Rows of slots that a launch needs: one for each rank's contributions, and those for the sums."""
+    return world + {"two_shot": world, "one_shot": 0, "master": 1}[algorithm]

@@ -1,0 +1,86 @@
+"""What the launchers of all kernels share: a rank's view of the regions, and how Python values reach a kernel."""
+
+import struct
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+import triton.language as tl
+
+from fusedring.kernels.signals import MOST_CHANNELS, SIGNAL_ROW, SIGNALS
+from fusedring.kernels.tiles import BLOCK
+
+TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """One rank's view of all regions (see signals.py).
+
+    bases: their addresses in this process, int64 (W,), on the device. parity_bytes: size of one of the two sets of
+    slots, a multiple of 256. channels: programs of every launch; always the same number, since each counts its own
+    epochs.
+    inline: whether signals are posted by inline assembly (NVIDIA).
+    """
+
+    bases: torch.Tensor
+    rank: int
+    world: int
+    parity_bytes: int
+    channels: int
+    inline: bool
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.channels <= MOST_CHANNELS
+        assert self.parity_bytes % 256 == 0
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a launch learns of the values that this rank completed, by channel.
+
+    squares: float32 (channels,), the sum of their squares; unbounded: int32 (channels,), 1 if one is inf or NaN.
+    """
+
+    squares: torch.Tensor
+    unbounded: torch.Tensor
+
+
+class How(TypedDict):
+    """wire: dtype that crosses between ranks. scale: factor of every contribution. polls: looks of one wait."""
+
+    wire: torch.dtype
+    scale: float
+    polls: int
+
+
+def slots_byte(world: int) -> int:
+    """The byte of a region at which its slots begin: after 4W rows of signals."""
+    return 4 * (int(SIGNALS.value) + 4 * world * int(SIGNAL_ROW.value))
+
+
+def region_bytes(world: int, parity_bytes: int) -> int:
+    """The size of a region. It must be zeroed before its first launch."""
+    return slots_byte(world) + 2 * parity_bytes
+
+
+def row_bytes(region: Region, rows: int) -> int:
+    """The size of one of `rows` rows of slots."""
+    return region.parity_bytes // rows // 256 * 256
+
+
+def form(dtype: torch.dtype, wire: torch.dtype, region: Region) -> tuple[Any, ...]:
+    """The constants of a kernel: wire dtype, accumulate dtype, BLOCK, CHANNELS, INLINE."""
+    accumulate = tl.float64 if dtype == torch.float64 else tl.float32
+    return TRITON_DTYPES[wire], accumulate, BLOCK, region.channels, region.inline
+
+
+def bits_of(scale: float) -> int:
+    """A float64 as an integer of the same bits: a float argument of a kernel would become a float32."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", scale))
+    return int(bits)

@@ -1,0 +1,239 @@
+"""The ring: one persistent kernel for all its steps, and its launchers.
+
+Rank r receives from r-1 and sends to r+1. Segment s starts its trip at rank s; with W ranks every segment makes W-1
+hops of *reduce-scatter*, in which each rank adds its own part, and W-1 hops of *all-gather*, in which the finished
+segment is passed on. In the words of NCCL, and in this order:
+
+    send                     the own segment, scaled and narrowed
+    receive, reduce, send    W-2 times: add the own part to what arrived, narrow, pass on
+    receive, reduce, copy, send   the sum is complete: keep it, and pass on the very bits that are kept
+    receive, copy, send      W-2 times: keep what arrived, pass it on unchanged
+    receive, copy            the last segment
+
+Row t of a rank's slots and signals belongs to step t: what rank r-1 sent in step t, t = 0 .. 2(W-1)-1. A slot is
+written once in an epoch; two epochs later, in the same parity, its reader has long finished with it (see signals.py).
+
+Shapes: a channel is one program; tiles are (BLOCK,). Steps are the outer loop, a step's chunks the inner one: what a
+chunk waits for was sent a whole segment ago. Channel i handles chunks i, i + CHANNELS, ... of every segment, and waits
+for channel i of rank r-1 only.
+
+Example, 4 ranks, rank 1 (GPU2 in pictures): sends b2; receives a1, sends a1+b1; receives d4+a4, sends d4+a4+b4;
+receives c3+d3+a3, completes segment 3, keeps and sends it; receives, keeps and sends 2, then 1, then receives and keeps
+4. (Letters are contributions, digits segments, both counted from 1.)
+"""
+
+from typing import Unpack
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedring.kernels.cast import narrow, widen
+from fusedring.kernels.launching import How, Region, Totals, bits_of, form, row_bytes, slots_byte
+from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, report, signal, wait
+from fusedring.kernels.tiles import WARPS, Table, keep, own, poison, put, read_tile, slot, take
+
+
+@triton.jit
+def _tile(
+    tile,
+    origin,
+    output,
+    arrivals,
+    departures,
+    scale,
+    RECEIVE: tl.constexpr,
+    REDUCE: tl.constexpr,
+    COPY: tl.constexpr,
+    SEND: tl.constexpr,
+    FULL: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """The fused pass over one tile. Returns sum of squares and non-finite flag of what it kept."""
+    source, start, valid, span = tile
+    WIRE: tl.constexpr = FORM[0]
+    ACCUMULATE: tl.constexpr = FORM[1]
+    BLOCK: tl.constexpr = FORM[2]
+    at = start - origin
+    squares, unbounded = 0.0, 0
+    if RECEIVE:
+        bits = take(slot(arrivals, at, WIRE), span, FULL, BLOCK)
+    if REDUCE:
+        total = own(source, valid, scale, output.dtype.element_ty, ACCUMULATE, FULL, BLOCK)
+        if RECEIVE:
+            total = widen(bits, ACCUMULATE) + total
+        bits = narrow(total, WIRE)
+    if SEND:
+        put(slot(departures, at, WIRE), bits, span, FULL, BLOCK)
+    if COPY:
+        squares, unbounded = keep(output, start, bits, span, ACCUMULATE, FULL, BLOCK)
+    return squares, unbounded
+
+
+@triton.jit
+def _step(
+    ok,
+    bucket,
+    link,
+    segment,
+    row_in,
+    row_out,
+    RECEIVE: tl.constexpr,
+    REDUCE: tl.constexpr,
+    COPY: tl.constexpr,
+    SEND: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """One step of the ring in one channel: wait, pass, post, chunk by chunk. After a failed wait nothing more."""
+    tiles, chunk_tiles, origins, output, chunks, scale = bucket
+    mine, theirs, previous, slots, row_bytes, epoch, channel, polls = link
+    squares, unbounded = 0.0, 0
+    arrivals = mine + slots + row_in * row_bytes
+    departures = theirs + slots + row_out * row_bytes
+    origin = tl.load(origins + segment)
+    for chunk in range(channel, chunks, FORM[3]):
+        if RECEIVE:
+            if ok:
+                ok = wait(signal(mine, row_in, chunk), epoch, mine, polls)
+                if not ok:
+                    report(mine, channel, previous, row_in + 1, chunk, epoch)
+        if ok:
+            first = tl.load(chunk_tiles + segment * chunks + chunk)
+            last = tl.load(chunk_tiles + segment * chunks + chunk + 1)
+            for number in range(first, last):
+                tile = read_tile(tiles, number)
+                if tile[2] == FORM[2]:
+                    s, u = _tile(
+                        tile, origin, output, arrivals, departures, scale, RECEIVE, REDUCE, COPY, SEND, True, FORM
+                    )
+                else:
+                    s, u = _tile(
+                        tile, origin, output, arrivals, departures, scale, RECEIVE, REDUCE, COPY, SEND, False, FORM
+                    )
+                squares += s
+                unbounded = tl.maximum(unbounded, u)
+            if SEND:
+                post(signal(theirs, row_out, chunk), epoch, FORM[4])
+    return ok, squares, unbounded
+
+
+@triton.jit(do_not_specialize=["rank", "world", "chunks", "polls", "scale_bits"])
+def ring(
+    tiles,
+    chunk_tiles,
+    origins,
+    output,
+    bases,
+    squares,
+    unbounded,
+    rank,
+    world,
+    chunks,
+    row_bytes,
+    slots,
+    parity_bytes,
+    polls,
+    scale_bits: tl.int64,
+    SCATTER: tl.constexpr,
+    GATHER: tl.constexpr,
+    FORM: tl.constexpr,
+):
+    """Reduce-scatter (SCATTER), all-gather (GATHER) or both, over the tiles of a bucket.
+
+    tiles, chunk_tiles, origins: see tiles.py. output: where finished values go, of the bucket's dtype. bases: int64
+    (W,).
+    squares: float32 (CHANNELS,), unbounded: int32 (CHANNELS,): of the values that this rank completed. slots: where
+    they
+    begin in a region, parity_bytes: the distance between the two sets, row_bytes: that between rows. scale_bits: the
+    bits of a float64. FORM: (wire dtype, accumulate dtype, BLOCK, CHANNELS, INLINE).
+    """
+    channel = tl.program_id(0)
+    scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(FORM[1])
+    mine, theirs = tl.load(bases + rank), tl.load(bases + (rank + 1) % world)
+    previous = (rank + world - 1) % world
+    epoch = begin(mine, channel)
+    here = slots + (epoch & 1) * tl.cast(parity_bytes, tl.int64)
+    bucket = (tiles, chunk_tiles, origins, output, chunks, scale)
+    link = (mine, theirs, previous, here, tl.cast(row_bytes, tl.int64), epoch, channel, polls)
+    complete = (rank + 1) % world
+    hops = world - 1
+    ok = is_aborted(mine) == 0
+    s, u = 0.0, 0
+    if world == 1:
+        ok, s, u = _step(ok, bucket, link, rank, 0, 0, False, True, True, False, FORM)
+    else:
+        if SCATTER:
+            # send
+            ok, _, _ = _step(ok, bucket, link, rank, 0, 0, False, True, False, True, FORM)
+            # receive, reduce, send
+            for hop in range(1, hops):
+                segment = (rank + world - hop) % world
+                ok, _, _ = _step(ok, bucket, link, segment, hop - 1, hop, True, True, False, True, FORM)
+            # receive, reduce, copy, send
+            ok, s, u = _step(ok, bucket, link, complete, hops - 1, hops, True, True, True, GATHER, FORM)
+        else:
+            # copy, send: the owner keeps what the others will get
+            ok, _, _ = _step(ok, bucket, link, complete, hops - 1, hops, False, True, True, True, FORM)
+        if GATHER:
+            # receive, copy, send
+            for hop in range(1, hops):
+                segment = (complete + world - hop) % world
+                row = hops + hop
+                ok, _, _ = _step(ok, bucket, link, segment, row - 1, row, True, False, True, True, FORM)
+            # receive, copy
+            segment = (rank + 2) % world
+            ok, _, _ = _step(ok, bucket, link, segment, 2 * hops - 1, hops, True, False, True, False, FORM)
+    if ok:
+        tl.store(squares + channel, s)
+        tl.store(unbounded + channel, u)
+        end(mine, channel, epoch)
+    else:
+        poison(tiles, chunk_tiles, output, world, channel, chunks, FORM[3], FORM[2])
+        abort_all(bases, world, FORM[4])
+
+
+def ring_all_reduce(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
+    """Replace `output` by the scaled sum over all ranks."""
+    _launch(table, output, region, totals, True, True, **how)
+
+
+def ring_reduce_scatter(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
+    """Leave in `output` only this rank's part of what `ring_all_reduce` leaves there."""
+    _launch(table, output, region, totals, True, False, **how)
+
+
+def ring_all_gather(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
+    """Give every rank the parts of all, each rounded to the wire."""
+    _launch(table, output, region, totals, False, True, **how)
+
+
+def _launch(
+    table: Table, output: torch.Tensor, region: Region, totals: Totals, scatter: bool, gather: bool, **how: Unpack[How]
+) -> None:
+    ring[(region.channels,)](
+        table.tiles,
+        table.chunk_tiles,
+        table.origins,
+        output,
+        region.bases,
+        totals.squares,
+        totals.unbounded,
+        region.rank,
+        region.world,
+        table.chunks,
+        row_bytes(region, ring_rows(region.world)),
+        slots_byte(region.world),
+        region.parity_bytes,
+        how["polls"],
+        bits_of(how["scale"]),
+        SCATTER=scatter,
+        GATHER=gather,
+        FORM=form(output.dtype, how["wire"], region),
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
+
+
+def ring_rows(world: int) -> int:
+    """Rows of slots that a launch needs: one for each step."""
+    return max(1, 2 * (world - 1))
