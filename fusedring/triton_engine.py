@@ -36,8 +36,11 @@ CHUNK_BYTES = 64 << 10
 CHANNELS = 2
 """Programs of a launch. The interpreter runs them one after another, so here they are only as many as tests need."""
 
-POLL_SECONDS = 100e-6
+POLL_SECONDS = 0.5e-3
 """What one look of a waiting kernel takes under the interpreter."""
+
+GRACE_SECONDS = 1.0
+"""How long a rank that gave up listens for what others were waiting for, to name the one that stopped."""
 
 _MOST_CHUNKS = 512
 _TABLES_KEPT = 64
@@ -49,6 +52,7 @@ class TritonEngine:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._memory: torch.Tensor | None = None
+        self._words: list[torch.Tensor] = []
         self._region: Region | None = None
         self._totals: Totals | None = None
         self._tables: dict[Any, Table] = {}
@@ -89,16 +93,17 @@ class TritonEngine:
         """The regions of all ranks; the first launch on all of them gets the memory."""
         if self._region is None or self._totals is None:
             from fusedring.kernels.launching import Region, Totals, region_bytes
+            from fusedring.kernels.signals import SIGNALS
 
             workspace = self._workspace
             nbytes = region_bytes(workspace.world_size, PARITY_BYTES)
             self._memory = workspace.allocate(nbytes, timeout=timeout)
             location = workspace.locate(self._memory)
             assert location is not None
-            bases = [workspace.bytes_at(r, location, nbytes).data_ptr() for r in range(workspace.world_size)]
-            self._region = Region(
-                torch.tensor(bases), workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, inline=False
-            )
+            regions = [workspace.bytes_at(rank, location, nbytes) for rank in range(workspace.world_size)]
+            self._words = [memory[: 4 * SIGNALS.value].view(torch.int32) for memory in regions]
+            bases = torch.tensor([memory.data_ptr() for memory in regions])
+            self._region = Region(bases, workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, inline=False)
             self._totals = Totals(torch.zeros(CHANNELS), torch.zeros(CHANNELS, dtype=torch.int32))
         return self._region, self._totals
 
@@ -190,24 +195,49 @@ class TritonEngine:
         return table
 
     def _check_status(self, launch: Launch, region: Region, timeout: float) -> None:
-        from fusedring.kernels.signals import ABORT, STATUS, STATUS_WORDS, TIMED_OUT
+        """Raise if the kernel gave up, with the chain of who waited for whom."""
+        from fusedring.kernels.signals import ABORT, TIMED_OUT
 
-        assert self._memory is not None
-        words = self._memory.view(torch.int32)
-        if words[ABORT.value] == 0:
+        if self._words[region.rank][ABORT.value] == 0:
             return
-        table = words[STATUS.value : STATUS.value + STATUS_WORDS.value * region.channels].view(region.channels, -1)
-        for code, awaited, step, chunk, epoch in table[:, :5].tolist():
-            if code == TIMED_OUT.value:
-                raise CollectiveTimeoutError(
-                    f"rank {region.rank} waited {timeout:g} s for rank {awaited} at step {step} of {launch.algorithm} "
-                    f"(chunk {chunk}, epoch {epoch}, {launch.label}); the result is NaN. Call fusedring.close() on all "
-                    "ranks of the group before its next collective"
-                )
-        raise FusedRingError(
-            f"another rank gave up in {launch.label}: see the error there; the result on rank {region.rank} is NaN. "
-            "Call fusedring.close() on all ranks of the group before its next collective"
+        report = self._report_of(region.rank, region)
+        if report is None:
+            raise FusedRingError(
+                f"{launch.label}: an earlier launch gave up, the result on rank {region.rank} is NaN. {_REOPEN}"
+            )
+        code, awaited, step, chunk, epoch = report
+        waited = f"waited {timeout:g} s" if code == TIMED_OUT.value else "waited, until another rank gave up,"
+        text = (
+            f"{launch.label}: rank {region.rank} {waited} for rank {awaited} at step {step} of {launch.algorithm} "
+            f"(chunk {chunk}, epoch {epoch})"
         )
+        for _ in range(region.world):
+            further = self._report_of(awaited, region)
+            if further is None:
+                text += f"; rank {awaited} stopped without a word"
+                break
+            text += f"; rank {awaited} waited for rank {further[1]} at step {further[2]}"
+            awaited = further[1]
+        raise CollectiveTimeoutError(f"{text}. The result on rank {region.rank} is NaN. {_REOPEN}")
+
+    def _report_of(self, rank: int, region: Region) -> list[int] | None:
+        """What a rank's kernel was waiting for when it gave up: code, awaited rank, step, chunk, epoch.
+
+        A peer that waits has been told to give up by now, and is given a moment to say so.
+        """
+        from fusedring.kernels.signals import STATUS, STATUS_WORDS
+
+        words = self._words[rank][STATUS.value : STATUS.value + STATUS_WORDS.value * region.channels]
+        table = words.view(region.channels, -1)
+        until = time.monotonic() + GRACE_SECONDS
+        while True:
+            reports = [row[:5] for row in table.tolist() if row[0]]
+            if reports or time.monotonic() > until:
+                return min(reports, default=None)
+            time.sleep(0.01)
+
+
+_REOPEN = "Call fusedring.close() on all ranks of the group before its next collective"
 
 
 def _runs(tensor: torch.Tensor, sources: Sequence[Source], make: Any) -> list[Any]:
