@@ -160,7 +160,7 @@ class TritonEngine:
         sources: Sequence[Source],
     ) -> Table:
         """The tiles of a window, from the cache where tensor, layout and alignment are the same."""
-        from fusedring.kernels.tiles import Run, Table, alignment
+        from fusedring.kernels.tiles import Run, Table, alignment, block_of
 
         runs = _runs(tensor, sources, Run)
         key = (
@@ -189,7 +189,9 @@ class TritonEngine:
             chunk = -(-chunk // ALIGNMENT) * ALIGNMENT
             if len(self._tables) >= _TABLES_KEPT:
                 self._tables.clear()
-            table = self._tables[key] = Table(segments, runs, tensor, origins, chunk_elements=chunk)
+            table = self._tables[key] = Table(
+                segments, runs, tensor, origins, chunk_elements=chunk, block=block_of(launch.wire)
+            )
         else:
             table.point_at(runs)
         return table

@@ -26,49 +26,47 @@ import triton
 import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
-from fusedring.kernels.launching import How, Region, Totals, bits_of, form, row_bytes, slots_byte
+from fusedring.kernels.launching import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, report, signal, wait
-from fusedring.kernels.tiles import WARPS, Table, keep, own, poison, put, read_tile, slot, take
+from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
 
 @triton.jit
-def _hand_to(bits, receivers, slots, at, link, span, FULL: tl.constexpr, FORM: tl.constexpr):
-    """Store a tile in the same place of the slots of every receiver but this rank."""
-    first, last = receivers
+def _hand_to(bits, to, until, slots, at, link, span, FULL: tl.constexpr, FORM: tl.constexpr):
+    """Store a tile in the same place of the slots of ranks `to` .. `until` - 1, but for this rank."""
     bases, rank = link[0], link[2]
-    for receiver in range(first, last):
+    for receiver in range(to, until):
         if receiver != rank:
             put(slot(tl.load(bases + receiver) + slots, at, FORM[0]), bits, span, FULL, FORM[2])
 
 
 @triton.jit
-def _post_to(receivers, row, index, link, FORM: tl.constexpr):
-    first, last = receivers
+def _post_to(to, until, row, index, link, FORM: tl.constexpr):
     bases, rank, epoch = link[0], link[2], link[6]
-    for receiver in range(first, last):
+    for receiver in range(to, until):
         if receiver != rank:
             post(signal(tl.load(bases + receiver), row, index), epoch, FORM[4])
 
 
 @triton.jit
-def _send_tile(tile, origin, bucket, link, receivers, FULL: tl.constexpr, FORM: tl.constexpr):
+def _send_tile(tile, origin, bucket, link, to, until, FULL: tl.constexpr, FORM: tl.constexpr):
     source, start, valid, span = tile
     output, scale = bucket[3], bucket[5]
     rank, slots, pitch = link[2], link[4], link[5]
     bits = narrow(own(source, valid, scale, output.dtype.element_ty, FORM[1], FULL, FORM[2]), FORM[0])
-    _hand_to(bits, receivers, slots + rank * pitch, start - origin, link, span, FULL, FORM)
+    _hand_to(bits, to, until, slots + rank * pitch, start - origin, link, span, FULL, FORM)
 
 
 @triton.jit
-def _sum_tile(tile, origin, bucket, link, senders, receivers, FULL: tl.constexpr, FORM: tl.constexpr):
+def _sum_tile(tile, origin, bucket, link, first, last, to, until, FULL: tl.constexpr, FORM: tl.constexpr):
     """Returns sum of squares and non-finite flag."""
+    BLOCK: tl.constexpr = FORM[2]
     source, start, valid, span = tile
     output, scale = bucket[3], bucket[5]
     mine, rank, world, slots, pitch = link[1], link[2], link[3], link[4], link[5]
-    first, last = senders
     at = start - origin
     mine_narrow = narrow(own(source, valid, scale, output.dtype.element_ty, FORM[1], FULL, FORM[2]), FORM[0])
-    total = tl.zeros((FORM[2],), FORM[1])
+    total = tl.zeros((BLOCK,), FORM[1])
     for sender in range(first, last):
         if sender == rank:
             term = widen(mine_narrow, FORM[1])
@@ -76,7 +74,7 @@ def _sum_tile(tile, origin, bucket, link, senders, receivers, FULL: tl.constexpr
             term = widen(take(slot(mine + slots + sender * pitch, at, FORM[0]), span, FULL, FORM[2]), FORM[1])
         total = tl.where(sender == first, term, total + term)  # not 0 + term, which would lose the sign of -0
     bits = narrow(total, FORM[0])
-    _hand_to(bits, receivers, slots + (world + rank) * pitch, at, link, span, FULL, FORM)
+    _hand_to(bits, to, until, slots + (world + rank) * pitch, at, link, span, FULL, FORM)
     return keep(output, start, bits, span, FORM[1], FULL, FORM[2])
 
 
@@ -90,7 +88,7 @@ def _receive_tile(tile, origin, bucket, link, summer, FULL: tl.constexpr, FORM: 
 
 
 @triton.jit
-def _send(ok, bucket, link, segment, receivers, FORM: tl.constexpr):
+def _send(ok, bucket, link, segment, to, until, FORM: tl.constexpr):
     tiles, chunk_tiles, origins, _, chunks, _ = bucket
     origin = tl.load(origins + segment)
     rank, world, channel = link[2], link[3], link[7]
@@ -100,19 +98,18 @@ def _send(ok, bucket, link, segment, receivers, FORM: tl.constexpr):
             for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
                 tile = read_tile(tiles, number)
                 if tile[2] == FORM[2]:
-                    _send_tile(tile, origin, bucket, link, receivers, True, FORM)
+                    _send_tile(tile, origin, bucket, link, to, until, True, FORM)
                 else:
-                    _send_tile(tile, origin, bucket, link, receivers, False, FORM)
-            _post_to(receivers, 2 * world + rank, index, link, FORM)
+                    _send_tile(tile, origin, bucket, link, to, until, False, FORM)
+            _post_to(to, until, 2 * world + rank, index, link, FORM)
     return ok
 
 
 @triton.jit
-def _sum(ok, bucket, link, segment, senders, receivers, FORM: tl.constexpr):
+def _sum(ok, bucket, link, segment, first, last, to, until, FORM: tl.constexpr):
     tiles, chunk_tiles, origins, _, chunks, _ = bucket
     mine, rank, world, epoch, channel, polls = link[1], link[2], link[3], link[6], link[7], link[8]
     origin = tl.load(origins + segment)
-    first, last = senders
     squares, unbounded = 0.0, 0
     for chunk in range(channel, chunks, FORM[3]):
         index = segment * chunks + chunk
@@ -125,12 +122,12 @@ def _sum(ok, bucket, link, segment, senders, receivers, FORM: tl.constexpr):
             for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
                 tile = read_tile(tiles, number)
                 if tile[2] == FORM[2]:
-                    s, u = _sum_tile(tile, origin, bucket, link, senders, receivers, True, FORM)
+                    s, u = _sum_tile(tile, origin, bucket, link, first, last, to, until, True, FORM)
                 else:
-                    s, u = _sum_tile(tile, origin, bucket, link, senders, receivers, False, FORM)
+                    s, u = _sum_tile(tile, origin, bucket, link, first, last, to, until, False, FORM)
                 squares += s
                 unbounded = tl.maximum(unbounded, u)
-            _post_to(receivers, 3 * world + rank, index, link, FORM)
+            _post_to(to, until, 3 * world + rank, index, link, FORM)
     return ok, squares, unbounded
 
 
@@ -195,25 +192,26 @@ def direct(
         segment = (rank + hop) % world
         summer = 0 if ONE_SUMS else segment
         if EVERYONE_SUMS:
-            ok = _send(ok, bucket, link, segment, (0, world), FORM)
+            ok = _send(ok, bucket, link, segment, 0, world, FORM)
         elif SCATTER:
             if summer != rank:
-                ok = _send(ok, bucket, link, segment, (summer, summer + 1), FORM)
+                ok = _send(ok, bucket, link, segment, summer, summer + 1, FORM)
         elif (segment == rank) & (summer != rank):
-            ok = _send(ok, bucket, link, segment, (summer, summer + 1), FORM)
+            ok = _send(ok, bucket, link, segment, summer, summer + 1, FORM)
     for segment in range(world):
         summer = 0 if ONE_SUMS else segment
-        first, last = (0, world) if SCATTER else (segment, segment + 1)
+        first = 0 if SCATTER else segment
+        last = world if SCATTER else segment + 1
         if EVERYONE_SUMS:
-            ok, more, not_finite = _sum(ok, bucket, link, segment, (first, last), (0, 0), FORM)
+            ok, more, not_finite = _sum(ok, bucket, link, segment, first, last, 0, 0, FORM)
             if segment == rank:
                 s += more
                 u = tl.maximum(u, not_finite)
         elif summer == rank:
             if GATHER:
-                ok, more, not_finite = _sum(ok, bucket, link, segment, (first, last), (0, world), FORM)
+                ok, more, not_finite = _sum(ok, bucket, link, segment, first, last, 0, world, FORM)
             else:
-                ok, more, not_finite = _sum(ok, bucket, link, segment, (first, last), (segment, segment + 1), FORM)
+                ok, more, not_finite = _sum(ok, bucket, link, segment, first, last, segment, segment + 1, FORM)
             s += more
             u = tl.maximum(u, not_finite)
     if not EVERYONE_SUMS:
@@ -296,8 +294,7 @@ def _launch(
         EVERYONE_SUMS=algorithm == "one_shot",
         ONE_SUMS=algorithm == "master",
         FORM=form(output.dtype, how["wire"], region),
-        num_warps=WARPS,
-        enable_fp_fusion=False,
+        **options(nvidia=region.inline),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 import triton.language as tl
 
 from fusedring.kernels.signals import MOST_CHANNELS, SIGNAL_ROW, SIGNALS
-from fusedring.kernels.tiles import BLOCK
+from fusedring.kernels.tiles import MOST_REGISTERS, WARPS, block_of
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -77,10 +77,15 @@ def row_bytes(region: Region, rows: int) -> int:
 def form(dtype: torch.dtype, wire: torch.dtype, region: Region) -> tuple[Any, ...]:
     """The constants of a kernel: wire dtype, accumulate dtype, BLOCK, CHANNELS, INLINE."""
     accumulate = tl.float64 if dtype == torch.float64 else tl.float32
-    return TRITON_DTYPES[wire], accumulate, BLOCK, region.channels, region.inline
+    return TRITON_DTYPES[wire], accumulate, block_of(wire), region.channels, region.inline
 
 
 def bits_of(scale: float) -> int:
     """A float64 as an integer of the same bits: a float argument of a kernel would become a float32."""
     (bits,) = struct.unpack("<q", struct.pack("<d", scale))
     return int(bits)
+
+
+def options(*, nvidia: bool) -> dict[str, Any]:
+    """How all kernels are compiled. A fused multiply-add would round once where product and sum round twice."""
+    return {"num_warps": WARPS, "enable_fp_fusion": False, **({"maxnreg": MOST_REGISTERS} if nvidia else {})}

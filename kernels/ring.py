@@ -29,9 +29,9 @@ import triton
 import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
-from fusedring.kernels.launching import How, Region, Totals, bits_of, form, row_bytes, slots_byte
+from fusedring.kernels.launching import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, report, signal, wait
-from fusedring.kernels.tiles import WARPS, Table, keep, own, poison, put, read_tile, slot, take
+from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
 
 @triton.jit
@@ -229,8 +229,7 @@ def _launch(
         SCATTER=scatter,
         GATHER=gather,
         FORM=form(output.dtype, how["wire"], region),
-        num_warps=WARPS,
-        enable_fp_fusion=False,
+        **options(nvidia=region.inline),
     )
 
 

@@ -32,11 +32,18 @@ from fusedring.kernels.cast import narrow, widen
 
 COLUMNS = tl.constexpr(4)
 
-BLOCK = 2048
-"""Elements of a tile, for WARPS warps: 8 elements a thread, a 16-byte access in 16 bits. With 16 elements a thread the
-ring needs 201 registers instead of 112 (sm_90, float32 over bfloat16, Triton 3.7.1)."""
-
 WARPS = 8
+MOST_REGISTERS = 128
+"""Of a thread. Left to itself ptxas aims at 80 for two_shot on float32, and spills."""
+
+
+def block_of(wire: torch.dtype) -> int:
+    """Elements of a tile, for WARPS warps: 8 a thread, hence 16-byte accesses in 16 bits; 2 a thread for float64 wires.
+
+    With 16 elements a thread the ring needs 201 registers instead of 113 (sm_90, float32 over bfloat16, Triton 3.7.1);
+    with 8, two_shot needs 176 for float64, and with 4 master spills.
+    """
+    return 512 if wire == torch.float64 else 2048
 
 
 @dataclass(frozen=True)
@@ -63,12 +70,13 @@ class Table:
         origins: Sequence[int],
         *,
         chunk_elements: int,
+        block: int,
     ) -> None:
         longest = max(stop - start for start, stop in segments)
         self.chunks = max(1, -(-longest // chunk_elements))
         starts = [run.start for run in runs]
         ends = [*starts[1:], max(stop for _, stop in segments)]
-        lengths = [BLOCK if aligned else BLOCK - 16 for aligned in alignment(runs, output)]
+        lengths = [block if aligned else block - 16 for aligned in alignment(runs, output)]
         rows: list[tuple[int, int, int, int]] = []
         chunk_tiles = [0]
         for start, stop in segments:

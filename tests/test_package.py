@@ -25,6 +25,7 @@ FLOORS = [
     {"collectives", "buckets"},
     {"scheduler"},
     {"ddp"},
+    {"machine_code"},
     {"bench"},
     {"cli"},
 ]

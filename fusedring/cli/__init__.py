@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fusedring.cli import demo, doctor, explain
+from fusedring.cli import demo, doctor, explain, kernels
 from fusedring.version import __version__
 
-_COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain}
+_COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "kernels": kernels}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

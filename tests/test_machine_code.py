@@ -1,0 +1,146 @@
+"""What the kernels compile to for GPUs that are not here, and that the reading of it finds what it looks for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fusedring.cli import main
+from fusedring.kernels.signals import post, word
+from fusedring.machine_code import Variant, check_variant, compile_kernel, problems, read, variants
+
+FLOAT, HALF, BFLOAT, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
+RING = Variant("ring_all_reduce", FLOAT, BFLOAT)
+NARROW_FORMS = [(FLOAT, FLOAT), (FLOAT, BFLOAT), (BFLOAT, BFLOAT), (DOUBLE, DOUBLE), (DOUBLE, HALF)]
+
+
+@pytest.mark.parametrize("kernel", ["ring_all_reduce", "two_shot", "one_shot", "master"])
+def test_no_kernel_breaks_a_rule_on_sm_90(kernel):
+    for dtype, wire in NARROW_FORMS:
+        report = check_variant(Variant(kernel, dtype, wire), "sm_90")
+        assert problems(report) == []
+        assert report.releases
+        assert report.acquires
+        assert report.scale_bits == 64
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+def test_the_ring_breaks_no_rule_on_other_gpus(target):
+    for dtype, wire in ((FLOAT, BFLOAT), (BFLOAT, BFLOAT)):
+        assert problems(check_variant(Variant("ring_all_reduce", dtype, wire), target)) == []
+
+
+@pytest.mark.parametrize(("dtype", "wire"), NARROW_FORMS)
+def test_the_ring_moves_the_fewest_bytes(dtype, wire):
+    """The own gradient is read in 3 phases, slots are read in 4 and written in 4, the output is written in 3.
+
+    And the pass of a lone rank, in the same kernel, reads and writes once.
+    """
+    d, w = dtype.itemsize, wire.itemsize
+    assert check_variant(Variant("ring_all_reduce", dtype, wire), "sm_90").bytes_per_element == 6 * d + 8 * w + 2 * d
+
+
+def test_fusing_multiply_and_add_is_noticed():
+    report = check_variant(RING, "sm_90", options={"enable_fp_fusion": True})
+    assert report.fma_in_reduction > 0
+    assert "fused multiply-adds" in "; ".join(problems(report))
+
+
+@triton.jit
+def _copies(source, target, ALIGNED: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, 1024)
+    pointer = source.to(tl.pointer_type(tl.float32))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    tl.store(target + at, tl.load(pointer + at))
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_accesses_without_known_alignment_are_noticed(aligned):
+    types = {"source": "i64", "target": "*fp32"}
+    options = {"num_warps": 4}
+    compiled = compile_kernel(_copies, types, {"ALIGNED": aligned}, "sm_90", divisible=["target"], options=options)
+        _copies, types, {"ALIGNED": aligned}, "sm_90", divisible=["target"], options={"num_warps": 4}
+    )
+    report = read(compiled, "copies", "sm_90", block=1024, threads=128)
+    assert report.wide_bulk_accesses == (4 if aligned else 2)
+    assert report.narrow_bulk_accesses == (0 if aligned else 8)
+    assert ("8 bulk accesses below 16 bytes in the main path" in problems(report)) is not aligned
+
+
+def test_spilling_is_noticed():
+    report = check_variant(RING, "sm_90", options={"maxnreg": 32})
+    assert report.spill_bytes > 0
+    assert "spilled" in "; ".join(problems(report))
+
+
+def test_a_read_modify_write_on_a_signal_is_noticed():
+    report = check_variant(RING, "sm_90", inline=False)
+    assert report.rmw_on_signals > 0
+    assert "read-modify-writes" in "; ".join(problems(report))
+
+
+@triton.jit
+def _releases_too_early(data, base, BARRIER_FIRST: tl.constexpr):  # noqa: N803
+    """A post that forgot the barrier: the inline release of signals.py, with another store on its way."""
+    at = tl.arange(0, 1024)
+    if BARRIER_FIRST:
+        tl.store(data + at, at)
+        post(word(base, 0), tl.full((), 1, tl.int32), True)
+    else:
+        tl.debug_barrier()
+        tl.store(data + at, at)
+        tl.inline_asm_elementwise(
+            "st.release.sys.global.b32 [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [base, tl.full((), 1, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_release_without_a_barrier_before_it_is_noticed(first):
+    types = {"data": "*i32", "base": "i64"}
+    options = {"num_warps": 4}
+    compiled = compile_kernel(
+        _releases_too_early, types, {"BARRIER_FIRST": first}, "sm_90", divisible=["data"], options=options
+    )
+    report = read(compiled, "post", "sm_90", block=1024, threads=128)
+    assert report.releases == 1
+    assert report.barrier_before_every_release is first
+    assert ("a release without a barrier before it" in problems(report)) is not first
+
+
+def test_a_scale_in_single_precision_is_noticed():
+    report = check_variant(RING, "sm_90", scale_type="fp32")
+    assert report.scale_bits == 32
+    assert "the scale is passed in 32 bits" in problems(report)
+
+
+def test_every_dtype_goes_with_every_wire():
+    forms = {(v.dtype, v.wire) for v in variants(["two_shot"])}
+    assert len(forms) == 10
+    assert all(wire in (dtype, HALF, BFLOAT) for dtype, wire in forms)
+
+
+def test_the_command_prints_pure_json(capsys):
+    command = [sys.executable, "-m", "fusedring", "kernels", "--target", "sm_80", "--kernel", "one_shot", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["target"] == "sm_80"
+    assert [kernel["name"] for kernel in result["kernels"]] == [v.name for v in variants(["one_shot"])]
+    assert {"registers", "spill_bytes", "narrow_bulk_accesses", "barrier_before_every_release"} <= set(
+        result["kernels"][0]
+    )
+    with pytest.raises(SystemExit):
+        main(["kernels", "--target", "sm_1"])
+    assert "sm_90" in capsys.readouterr().err
