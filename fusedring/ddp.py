@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import json
@@ -24,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from fusedring.buckets import bind, lay_out
 from fusedring.communicator import Communicator, communicator_of
 from fusedring.config import RingConfig, WireDtype, check_engine
-from fusedring.errors import MismatchError
+from fusedring.errors import FusedRingError, MismatchError
 from fusedring.log import logger, my_rank
 from fusedring.report import StepReport
 from fusedring.scheduler import Backward, Scheduler
@@ -111,12 +112,7 @@ class FusedRingDDP(nn.Module):
         """Run the module. Whether the next backward is synced is decided here (see `no_sync`)."""
         started = time.perf_counter()
         self._before_forward()
-        try:
-            output = self.module(*inputs, **kwargs)
-        except BaseException:
-            if self._synced and torch.is_grad_enabled():
-                self._scheduler_or_open().skip()
-            raise
+        output = self.module(*inputs, **kwargs)
         if self._synced and torch.is_grad_enabled():
             self._watch(output, inputs, kwargs)
         if self._scheduler is not None and recording():
@@ -174,7 +170,10 @@ class FusedRingDDP(nn.Module):
     def _start_locally(self) -> None:
         """The state that is this rank's own, and starts anew in a copy of the wrapper."""
         self._scheduler: Scheduler | None = None
+        self._parameters_at_start = self._trainable()
         self._synced = True
+        self._decided = False
+        self._hides_outputs = False
         self._backward: weakref.ref[Backward] = _NO_BACKWARD
         self._unfinished = ""
         self._warned_of_bypass = False
@@ -183,14 +182,14 @@ class FusedRingDDP(nn.Module):
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 functools.partial(_gradient_hook, weakref.ref(self), index)
             )
-            for index, (_, parameter) in enumerate(self._trainable())
+            for index, (_, parameter) in enumerate(self._parameters_at_start)
         ]
         self._hooks = weakref.finalize(self, _remove, handles)
         self._hooks.atexit = False
 
     def _open(self, init_sync: bool) -> Scheduler:
         """Agree with the other ranks and get memory for the buckets (collective)."""
-        trainable = self._trainable()
+        trainable = self._parameters_at_start
         cap = DEFAULT_BUCKET_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
         first_cap = FIRST_BUCKET_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
         layouts = lay_out(trainable, int(cap * (1 << 20)), int(first_cap * (1 << 20)))
@@ -251,12 +250,17 @@ class FusedRingDDP(nn.Module):
     # Training
 
     def _before_forward(self) -> None:
-        scheduler = self._scheduler
-        if scheduler is not None and scheduler.in_step and not Backward.under_way():
+        scheduler, in_backward = self._scheduler, Backward.under_way()
+        if scheduler is not None and scheduler.in_step and not in_backward:
             scheduler.abandon()
         if not torch.is_grad_enabled():
+            # If this is the first half of reentrant checkpointing, the forward that counts comes within backward.
+            self._decided = self._decided and in_backward
             return
-        self._synced = self.require_backward_grad_sync
+        if in_backward and self._decided:
+            return  # a forward is repeated for its intermediate values; what was decided stands
+        self._decided = True
+        self._synced = self.require_backward_grad_sync and any(p.requires_grad for _, p in self._parameters_at_start)
         if not self._synced:
             if scheduler is not None:
                 scheduler.expect_nothing()
@@ -265,7 +269,7 @@ class FusedRingDDP(nn.Module):
             text, self._unfinished = self._unfinished, ""
             raise RuntimeError(text)
         scheduler = self._scheduler_or_open()
-        scheduler.expect()
+        scheduler.expect(training=self.training, late=in_backward)
         if self.broadcast_buffers:
             self._broadcast(list(self.module.buffers()))
 
@@ -275,37 +279,45 @@ class FusedRingDDP(nn.Module):
         A step begins with the first gradient of a parameter, since autograd.grad comes through the output as well. Only
         where there is no way from the output to a parameter does it begin at the output.
         """
-        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-        inputs_need_grad = any(isinstance(t, torch.Tensor) and t.requires_grad for t in tree_leaves((inputs, kwargs)))
-        alone = inputs_need_grad and not _lead_to_any(outputs, {id(parameter) for _, parameter in self._trainable()})
+        outputs = [tensor for tensor in _tensors_in(output) if tensor.grad_fn is not None]
+        self._hides_outputs = not outputs
+        inputs_need_grad = any(tensor.requires_grad for tensor in _tensors_in((inputs, kwargs)))
+        parameters = {id(parameter) for _, parameter in self._parameters_at_start}
+        alone = inputs_need_grad and not _lead_to_any(outputs, parameters)
 
         def on_gradient(_: torch.Tensor) -> None:
             if self._synced:
-                self._enter_backward()
-                if alone and (backward := self._backward()) is not None:
-                    self._scheduler_or_open().begin(backward)
+                scheduler, backward = self._enter_backward()
+                if alone:
+                    scheduler.begin(backward)
 
         for tensor in outputs:
             tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
-    def _enter_backward(self) -> None:
+    def _enter_backward(self) -> tuple[Scheduler, Backward]:
         """In a hook: have `_on_backward_end` called at the end of the outermost run of autograd's engine."""
-        if self._backward() is None:
-            scheduler = self._scheduler_or_open()
+        scheduler, backward = self._scheduler, self._backward()
+        if scheduler is None or scheduler.closed:
+            raise FusedRingError(
+                f"rank {my_rank()}: the group's workspace was closed between the forward and the backward of a "
+                f"{type(self).__name__}. Close it before a forward or after a backward, on all ranks"
+            )
+        if backward is None:
             if scheduler.in_step:
                 scheduler.abandon()  # of a run that failed
-            self._backward = weakref.ref(Backward(self._on_backward_end))
+            backward = Backward(self._on_backward_end)
+            self._backward = weakref.ref(backward)
+        return scheduler, backward
 
     def _on_gradient(self, index: int) -> None:
         """A parameter's gradient has been accumulated into `.grad`."""
         if not self._synced:
             return
-        if self._backward() is None and (self._scheduler is None or not self._scheduler.expecting):
+        announced = self._scheduler is not None and self._scheduler.expecting
+        if self._backward() is None and not announced and not self._hides_outputs:
             self._warn_of_bypass(index)
             return
-        self._enter_backward()
-        backward, scheduler = self._backward(), self._scheduler_or_open()
-        assert backward is not None
+        scheduler, backward = self._enter_backward()
         scheduler.begin(backward)
         scheduler.ready(*self._places[index])
 
@@ -313,9 +325,9 @@ class FusedRingDDP(nn.Module):
         if not self._warned_of_bypass:
             self._warned_of_bypass = True
             warnings.warn(
-                f"rank {my_rank()}: a gradient of parameter {self._trainable()[index][0]} was computed without calling "
-                f"the {type(self).__name__} around it. It stays as it is on this rank, and is averaged with those of "
-                "the next synced backward. Call the wrapper, not the module inside it",
+                f"rank {my_rank()}: a gradient of parameter {self._parameters_at_start[index][0]} was computed without "
+                f"calling the {type(self).__name__} around it. It stays as it is on this rank, and is averaged with "
+                "those of the next synced backward. Call the wrapper, not the module inside it",
                 stacklevel=3,
             )
 
@@ -344,7 +356,7 @@ class FusedRingDDP(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what ties the wrapper to its ranks."""
         state = dict(self.__dict__)
-        for name in ("_scheduler", "_places", "_backward", "_hooks", "process_group"):
+        for name in ("_scheduler", "_places", "_parameters_at_start", "_backward", "_hooks", "process_group"):
             state.pop(name, None)
         return state
 
@@ -369,6 +381,17 @@ def _gradient_hook(wrapper: weakref.ref[FusedRingDDP], index: int, _: torch.Tens
     living = wrapper()
     if living is not None:
         living._on_gradient(index)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in nested containers and dataclasses."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += _tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+    return found
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

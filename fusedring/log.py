@@ -15,7 +15,10 @@ def _is_spokesman(_: logging.LogRecord) -> bool:
 
 def my_rank() -> int:
     """This process's rank in the default group, or as its launcher said; 0 for a lone process."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if dist.is_initialized():
+        return dist.get_rank()
+    said = os.environ.get("RANK", "")
+    return int(said) if said.isdigit() else 0
 
 
 logger = logging.getLogger("fusedring")

@@ -1,7 +1,6 @@
 """How the ranks of a process group find each other before they share memory: small values through the group's store.
 
-The store, not the group's backend, because a store waits with a deadline and can say who is missing, and because every
-backend has one.
+The store, not the group's backend, because a store can say who is missing, and because every backend has one.
 
 A *session* is one time that all ranks came together; its number is part of every key, so nothing left over from an
 attempt that failed is ever read. Each rank shows a fresh token under its own key; rank 0 waits until every rank shows
@@ -15,7 +14,6 @@ import json
 import time
 import uuid
 from collections.abc import Iterable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -124,14 +122,16 @@ def _answer_key(token: str) -> str:
 
 
 def _wait(store: Store, key: str, deadline: float) -> bool:
-    """Whether the key was there before the deadline."""
-    try:
-        store.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
-    except RuntimeError:  # what each kind of store makes of a timeout differs
-        found = bool(store.check([key]))
-        if not found and time.monotonic() < deadline - 0.1:
-            raise
-        return found
+    """Whether the key was there before the deadline.
+
+    It asks again and again: a blocking wait would keep the store's connection from other threads and groups.
+    """
+    pause = _POLL_SECONDS / 8
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_SECONDS)
     return True
 
 

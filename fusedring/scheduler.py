@@ -8,19 +8,28 @@ who had which. A launch carries the step's number: a rank that lost a step is fo
 Several wrappers may take part in one backward, and their gradients may come in another order on another rank. So they
 take turns. Backward visits modules in the reverse order of their forwards; so a wrapper holds its launches back until
 every wrapper whose forward came later has launched all of its own. The end of backward launches what is left, of all
-wrappers in that same order, before anybody waits.
+wrappers in that same order, before anybody waits. Two kinds have no turn of their own and launch at the end, after the
+others: a wrapper in a backward that no forward announced (a second one through the same graph), and one whose forward
+has last held others back in vain (a teacher that is never trained).
+
+A parameter may belong to several wrappers. Then its gradient lies in the bucket of one of them, where the others read
+it; so that bucket waits for the end of backward, too.
+
+Steps are numbered by what all ranks have in common: a forward in training counts, and so does a backward. So a rank
+whose forward, loss or backward failed is ahead of or behind the others, and found.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedring.buckets import Bucket, Entry
 from fusedring.communicator import Batch, Communicator, Work
@@ -61,10 +70,17 @@ class Backward:
 
 @dataclass(slots=True)
 class _Step:
-    """The synced backward under way. run: of which `Backward`; held: which entries had a gradient at its end."""
+    """The synced backward under way. number: the same on all ranks that lost none; count: of this wrapper's steps.
+
+    run: of which `Backward`; early: whether it may launch before the end.
+
+    held: which entries had a gradient at the end.
+    """
 
     number: int
+    count: int
     run: int
+    early: bool
     started: float
     waiting_for: list[int]
     arrived: list[list[bool]]
@@ -86,13 +102,18 @@ class Scheduler:
         self._grad_is_view = grad_is_view
         self._step: _Step | None = None
         self._next_number = 0
+        self._steps = 0
         self._wrapper = communicator.number_wrapper()
         self._engine = communicator.resolve_engine(config.engine)
         self._forward_order = 0
         self._expecting = False
+        self._held_in_vain = False
         self.track = Track(f"FusedRingDDP {self._wrapper}")
         self._group_mates = _schedulers.setdefault(communicator, WeakSet())
         self._group_mates.add(self)
+        self._sharers = {id(e.parameter): _users.setdefault(e.parameter, WeakSet()) for b in buckets for e in b.entries}
+        for users in self._sharers.values():
+            users.add(self)
         self.report: StepReport | None = None
 
     @property
@@ -110,9 +131,15 @@ class Scheduler:
         """Whether a synced forward has run and not all buckets were launched since."""
         return self._expecting
 
-    def expect(self) -> None:
-        """A synced forward has begun, so its backward is expected."""
-        self._forward_order, self._expecting = next(_forwards), True
+    def expect(self, *, training: bool, late: bool = False) -> None:
+        """A synced forward has begun, so its backward is expected.
+
+        late: within a backward (reentrant checkpointing), so that its gradients come after those of earlier forwards.
+        """
+        order = next(_forwards)
+        self._forward_order, self._expecting = -order if late else order, True
+        if training:
+            self._next_number += 1
 
     def expect_nothing(self) -> None:
         """The forward before the next backward was not synced."""
@@ -124,8 +151,13 @@ class Scheduler:
             sizes = [len(bucket.entries) for bucket in self._buckets]
             arrived = [[False] * size for size in sizes]
             sources: list[dict[int, torch.Tensor]] = [{} for _ in sizes]
-            self._step = _Step(self._next_number, backward.run, backward.started, sizes, arrived, sources)
+            early = (self._expecting and not self._held_in_vain) or len(self._group_mates) == 1
+            self._step = _Step(
+                self._next_number, self._steps, backward.run, early, backward.started, sizes, arrived, sources
+            )
             self._next_number += 1
+            self._steps += 1
+            self._held_in_vain = False
 
     def ready(self, bucket: int, position: int) -> None:
         """In a step, the gradient of entry `position` of `bucket` is complete: take it, and launch what can go.
@@ -155,16 +187,19 @@ class Scheduler:
         """
         assert self._step is not None
         step = self._step
-        for scheduler in self._in_turn(step):
+        for _, scheduler in self._in_turn(step):
             scheduler._launch_rest()
+        for mate in self._group_mates:
+            if mate._step is None and mate._expecting and mate._forward_order > self._forward_order:
+                mate._held_in_vain = True
         with self._catching_up():
             self._end(step)
             counts = self._count_gradients(step) if step.works[-1].outcome.note else None
         missing = self._hand_out(counts)
         self.report = self._describe(step)
         if recording():
-            self.track.span(BACKWARD, step.started, step.ended, step=step.number)
-            self.track.span(WAIT, step.ended, time.perf_counter(), step=step.number)
+            self.track.span(BACKWARD, step.started, step.ended, step=step.count)
+            self.track.span(WAIT, step.ended, time.perf_counter(), step=step.count)
         return missing
 
     def abandon(self) -> None:
@@ -175,10 +210,6 @@ class Scheduler:
         if self._step is not None:
             with self._catching_up():
                 self._end(self._step)
-
-    def skip(self) -> None:
-        """This rank leaves one step out (its forward failed): its numbers must show that."""
-        self._next_number += 1
 
     def _end(self, step: _Step) -> None:
         """Wait for all launches of the step, then forget it. Raises what went wrong in the first that failed.
@@ -199,22 +230,37 @@ class Scheduler:
             self._next_number = max(self._next_number, error.latest_step + 1)
             raise
 
-    def _in_turn(self, step: _Step) -> list[Scheduler]:
-        """The schedulers with a step in the same backward, this one too, in the order in which they launch."""
+    def _in_turn(self, step: _Step) -> list[tuple[_Step, Scheduler]]:
+        """The steps in the same backward with their schedulers, this one too, in the order in which they launch."""
         partners = (s for s in self._group_mates if s._step is not None and s._step.run == step.run)
-        return sorted(partners, key=lambda scheduler: -scheduler._forward_order)
+        return sorted(
+            ((s._step, s) for s in partners if s._step is not None),
+            key=lambda pair: (not pair[0].early, -pair[1]._forward_order, pair[1]._wrapper),
+        )
 
     def _advance(self, step: _Step) -> None:
         """Launch the buckets whose gradients are all there, if it is this scheduler's turn."""
-        if any(mate._expecting and mate._forward_order > self._forward_order for mate in self._group_mates):
+        if not step.early or any(mate._holds_back(self) for mate in self._group_mates):
             return
         while len(step.works) < len(self._buckets) and step.waiting_for[len(step.works)] == 0:
+            if self._is_shared(self._buckets[len(step.works)]):
+                return
             self._launch(step, note=0)
         if self._expecting and len(step.works) == len(self._buckets):
             self._expecting = False
-            for partner in self._in_turn(step):
-                assert partner._step is not None
-                partner._advance(partner._step)
+            for other_step, scheduler in self._in_turn(step):
+                scheduler._advance(other_step)
+
+    def _holds_back(self, other: Scheduler) -> bool:
+        return self._expecting and not self._held_in_vain and self._forward_order > other._forward_order
+
+    def _is_shared(self, bucket: Bucket) -> bool:
+        """Whether another wrapper that is in a backward, or expects one, may still read a gradient of the bucket."""
+        return any(
+            user is not self and (user._expecting or user._step is not None)
+            for entry in bucket.entries
+            for user in self._sharers[id(entry.parameter)]
+        )
 
     def _launch_rest(self) -> None:
         """At the end of backward: launch what has not been launched, with or without gradients."""
@@ -244,7 +290,8 @@ class Scheduler:
         elif grad is not entry.view:
             if grad.layout != torch.strided:
                 raise ValueError(f"the gradient of parameter {entry.name} is sparse: use sparse=False in its embedding")
-            if self._engine == "triton" and grad.numel() >= READ_IN_PLACE:
+            alone = len(self._sharers[id(entry.parameter)]) == 1  # else it may lie in a bucket that is reduced first
+            if self._engine == "triton" and alone and grad.numel() >= READ_IN_PLACE:
                 source = entry.in_place(grad)
                 if source is not None:
                     step.sources[bucket][entry.offset] = source
@@ -335,4 +382,5 @@ class Scheduler:
 
 
 _schedulers: WeakKeyDictionary[Communicator, WeakSet[Scheduler]] = WeakKeyDictionary()
+_users: MutableMapping[torch.nn.Parameter, WeakSet[Scheduler]] = WeakIdKeyDictionary()
 _forwards = itertools.count(1)

@@ -241,7 +241,8 @@ class ShmWorkspace:
         if self._control_fd < 0:
             return
         self._remember(FusedRingError("this workspace was closed"))
-        self._report(_CLOSED, self.rank)
+        if self._state(self.rank)[0] == _RUNNING:  # a failure stays known to peers that come late
+            self._report(_CLOSED, self.rank)
         self._signals[self.rank].post(self._signals[self.rank].value)
         os.close(self._control_fd)
         self._control_fd = -1

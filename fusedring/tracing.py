@@ -93,7 +93,7 @@ class Recorder:
     """The events of this process between its making and `write`."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.directory = directory.absolute()
         self._since = time.perf_counter()
         self._process = os.getpid()
         self._rank: int | None = None
@@ -142,10 +142,11 @@ def _merged(mine: dict[str, Any], everybody: Sequence[dict[str, Any]]) -> dict[s
         for other in everybody
         if other["boot"] == mine["boot"] and other["since"] < mine["until"] and mine["since"] < other["until"]
     ]
-    origin = min(other["since"] for other in together)
+    stamps = [event["ts"] for other in together for event in other["events"] if "ts" in event]
+    origin = min([1e6 * mine["since"], *stamps])  # a launch may have begun before the block
     events = []
     for event in itertools.chain.from_iterable(other["events"] for other in together):
-        events.append({**event, "ts": event["ts"] - 1e6 * origin} if "ts" in event else event)
+        events.append({**event, "ts": event["ts"] - origin} if "ts" in event else event)
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -285,3 +286,49 @@ def test_a_lone_process_needs_no_group_unless_it_was_started_as_one_of_many(monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="init_process_group"):
         fusedring.all_reduce(torch.ones(5))
+
+
+def check_late_after_close(rank: int, world: int, elements: int, algorithm: str) -> None:
+    tensor = fusedring.empty(elements).fill_(rank)
+    fusedring.all_reduce(tensor)
+    dist.barrier()
+    tensor.fill_(rank)
+    if rank == 0:
+        with pytest.raises(fusedring.CollectiveTimeoutError):
+            fusedring.all_reduce(tensor, timeout=0.5, algorithm=algorithm)
+        fusedring.close()
+        tensor.fill_(777)
+    else:
+        time.sleep(1.5)
+        with pytest.raises(fusedring.FusedRingError):
+            fusedring.all_reduce(tensor, timeout=5, algorithm=algorithm)
+        assert (tensor == rank).all()
+        fusedring.close()
+    dist.barrier()
+    assert (tensor == (777 if rank == 0 else rank)).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_rank_that_comes_after_a_timeout_and_close_writes_nothing(algorithm):
+    run_ranks(2, check_late_after_close, 100_000, algorithm)
+
+
+def check_two_threads(rank: int, world: int) -> None:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    results = []
+
+    def reduce(group) -> None:
+        results.append(fusedring.all_reduce(torch.full((10,), float(rank)), op="sum", group=group, timeout=20))
+
+    threads = [threading.Thread(target=reduce, args=(group,)) for group in (groups if rank == 0 else groups[::-1])]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 2
+    assert all((result == 1).all() for result in results)
+
+
+def test_two_groups_may_open_in_two_threads():
+    run_ranks(2, check_two_threads)

@@ -66,8 +66,6 @@ def test_accesses_without_known_alignment_are_noticed(aligned):
     types = {"source": "i64", "target": "*fp32"}
     options = {"num_warps": 4}
     compiled = compile_kernel(_copies, types, {"ALIGNED": aligned}, "sm_90", divisible=["target"], options=options)
-        _copies, types, {"ALIGNED": aligned}, "sm_90", divisible=["target"], options={"num_warps": 4}
-    )
     report = read(compiled, "copies", "sm_90", block=1024, threads=128)
     assert report.wide_bulk_accesses == (4 if aligned else 2)
     assert report.narrow_bulk_accesses == (0 if aligned else 8)

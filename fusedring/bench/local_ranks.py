@@ -47,7 +47,12 @@ def run_on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, time
         raise KeyboardInterrupt from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise RanksFailedError(f"rank {rank}: {failure.message}") from error
+        message = failure.message
+        if isinstance(message, dict):
+            message = message.get("message", message)
+        raise RanksFailedError(f"rank {rank}: {message}") from error
+    except Exception as error:  # the launcher itself: no port, no semaphore, no temporary directory
+        raise RanksFailedError(f"the ranks cannot be started: {type(error).__name__}: {error}") from error
     return results[0]
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import sys
 from collections.abc import Sequence
 
 from fusedring.cli import demo, doctor, explain, kernels
@@ -20,5 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary = (module.__doc__ or "").partition("\n")[0]
         module.add_arguments(commands.add_parser(name, help=summary, description=summary))
     options = parser.parse_args(arguments)
-    code: int = _COMMANDS[options.command].run(options)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode gets question marks
+    try:
+        code: int = _COMMANDS[options.command].run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(f"fusedring {options.command}: {error}", file=sys.stderr)
+        return 1
     return code

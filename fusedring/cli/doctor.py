@@ -162,7 +162,8 @@ def run_self_test() -> tuple[Check, SelfTest | None]:
     try:
         result: SelfTest = run_on_ranks(self_test, ranks, timeout=TIMEOUT_SECONDS)
     except RanksFailedError as error:
-        return Check("self-test", "broken", str(error), "report it with the output of fusedring doctor --json"), None
+        remedy = "see the message; if this machine is not to blame, report it with fusedring doctor --json"
+        return Check("self-test", "broken", str(error), remedy), None
     finding = (
         f"{ranks} ranks, {result.checked:,} elements right; {BANDWIDTH_BYTES >> 20} MiB at {result.gb_per_s:.1f} GB/s, "
         f"{result.times_gloo:.1f} times gloo's speed, {result.times_copy:.1f} times as long as a copy"
