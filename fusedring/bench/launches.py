@@ -1,0 +1,53 @@
+"""What the host spends on one kernel launch, with the launch itself left out."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from fusedring.communicator import communicator_of
+from fusedring.launch import Launch, Source
+from fusedring.plan import make_plan
+from fusedring.triton_engine import TritonEngine
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchCost:
+    """Medians in microseconds for one bucket. unchanged: its table is cached; moved: its gradients lie elsewhere than
+    last time; built: it is new."""
+
+    tensors: int
+    bytes: int
+    unchanged: float
+    moved: float
+    built: float
+
+
+def launch_cost(*, elements: int, tensors: int, repeats: int = 200) -> LaunchCost:
+    """Prepare launches of a bucket of `elements` float32 elements whose gradients are `tensors` tensors of one size."""
+    engine = communicator_of()._engines["triton"]
+    assert isinstance(engine, TritonEngine)
+    region, _ = engine._open(60.0)
+    flat = torch.zeros(elements)
+    size = elements // tensors // 16 * 16
+    sets = [[Source(i * size, torch.zeros(size)) for i in range(tensors)] for _ in range(2)]
+    launch = Launch("all_reduce", "ring", elements, torch.float32, torch.bfloat16)
+
+    def prepare(sources: list[Source]) -> float:
+        start = time.perf_counter()
+        plan = make_plan("all_reduce", "ring", region.world, elements)
+        for window in range(engine._windows(plan, launch, region)):
+            engine._table(plan, launch, region, window, flat, sources)
+        return 1e6 * (time.perf_counter() - start)
+
+    prepare(sets[0])
+    unchanged = [prepare(sets[0]) for _ in range(repeats)]
+    moved = [prepare(sets[turn % 2]) for turn in range(1, repeats)]
+    built = []
+    for _ in range(5):
+        engine._tables.clear()
+        built.append(prepare(sets[0]))
+    return LaunchCost(tensors, 4 * elements, *map(statistics.median, (unchanged, moved, built)))
