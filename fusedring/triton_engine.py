@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,12 @@ import torch
 from fusedring import launch as launching
 from fusedring.errors import CollectiveTimeoutError, FusedRingError
 from fusedring.launch import Launch, Outcome, Source
-from fusedring.plan import ALIGNMENT, Plan, make_plan
+from fusedring.plan import ALIGNMENT, make_plan
 from fusedring.workspace import Workspace
 
 if TYPE_CHECKING:
     from fusedring.kernels.launching import Region, Totals
-    from fusedring.kernels.tiles import Table
+    from fusedring.kernels.tiles import Run, Table
 
 PARITY_BYTES = 8 << 20
 """Slots of one parity, at each rank."""
@@ -43,7 +44,16 @@ GRACE_SECONDS = 1.0
 """How long a rank that gave up listens for what others were waiting for, to name the one that stopped."""
 
 _MOST_CHUNKS = 512
-_TABLES_KEPT = 64
+_BUCKETS_KEPT = 256
+
+
+@dataclass(slots=True)
+class _Prepared:
+    """What is kept of a bucket: where its sources lie, how they are laid out and aligned, and the tiles."""
+
+    places: list[tuple[int, int, int]]
+    shape: object
+    tables: list[Table]
 
 
 class TritonEngine:
@@ -55,7 +65,7 @@ class TritonEngine:
         self._words: list[torch.Tensor] = []
         self._region: Region | None = None
         self._totals: Totals | None = None
-        self._tables: dict[Any, Table] = {}
+        self._prepared: dict[Any, _Prepared] = {}
 
     @torch.no_grad()
     def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float, sources: Sequence[Source] = ()) -> Outcome:
@@ -72,9 +82,7 @@ class TritonEngine:
         region, totals = self._open(timeout)
         squares, unbounded = 0.0, False
         if launch.elements:
-            plan = make_plan(launch.kind, launch.algorithm, region.world, launch.elements)
-            for number in range(self._windows(plan, launch, region)):
-                table = self._table(plan, launch, region, number, tensor, sources)
+            for table in self._tables(launch, region, tensor, sources):
                 self._kernel(launch)(
                     table,
                     tensor,
@@ -146,55 +154,42 @@ class TritonEngine:
             elements //= region.world
         return max(ALIGNMENT, elements // ALIGNMENT * ALIGNMENT)
 
-    def _windows(self, plan: Plan, launch: Launch, region: Region) -> int:
-        longest = max(stop - start for start, stop in plan.parts)
-        return -(-longest // self._span(launch, region))
+    def _tables(self, launch: Launch, region: Region, tensor: torch.Tensor, sources: Sequence[Source]) -> list[Table]:
+        """The tiles of each window. They are kept; sources that only moved are pointed at, in place."""
+        from fusedring.kernels.tiles import Run, alignment
 
-    def _table(
-        self,
-        plan: Plan,
-        launch: Launch,
-        region: Region,
-        window: int,
-        tensor: torch.Tensor,
-        sources: Sequence[Source],
-    ) -> Table:
-        """The tiles of a window, from the cache where tensor, layout and alignment are the same."""
-        from fusedring.kernels.tiles import Run, Table, alignment, block_of
-
+        places = [(source.start, source.tensor.numel(), source.tensor.data_ptr()) for source in sources]
+        key = (launch.kind, launch.algorithm, launch.elements, launch.dtype, launch.wire, tensor.data_ptr())
+        known = self._prepared.get(key)
+        if known is not None and known.places == places:
+            return known.tables
         runs = _runs(tensor, sources, Run)
-        key = (
-            launch.kind,
-            launch.algorithm,
-            launch.wire,
-            window,
-            tensor.data_ptr(),
-            tensor.numel(),
-            tensor.dtype,
-            tuple((run.start, run.source.numel()) for run in runs),
-            alignment(runs, tensor),
-        )
-        table = self._tables.get(key)
-        if table is None:
-            span = self._span(launch, region)
-            segments = []
-            for segment in range(region.world):
-                start, stop = plan.bounds(segment)
-                segments.append((min(start + window * span, stop), min(start + (window + 1) * span, stop)))
-            origins = [start for start, _ in segments]
-            if self._holds_all(launch):
-                # The windows of all segments lie one behind the other in a row.
-                origins = [start - segment * span for segment, (start, _) in enumerate(segments)]
-            chunk = max(CHUNK_BYTES // launch.wire.itemsize, -(-span * region.world // _MOST_CHUNKS))
-            chunk = -(-chunk // ALIGNMENT) * ALIGNMENT
-            if len(self._tables) >= _TABLES_KEPT:
-                self._tables.clear()
-            table = self._tables[key] = Table(
-                segments, runs, tensor, origins, chunk_elements=chunk, block=block_of(launch.wire)
-            )
-        else:
+        shape = (tuple(place[:2] for place in places), alignment(runs, tensor))
+        if known is None or known.shape != shape:
+            if len(self._prepared) >= _BUCKETS_KEPT:
+                self._prepared.clear()
+            known = self._prepared[key] = _Prepared([], shape, self._build(launch, region, tensor, runs))
+        for table in known.tables:
             table.point_at(runs)
-        return table
+        known.places = places
+        return known.tables
+
+    def _build(self, launch: Launch, region: Region, tensor: torch.Tensor, runs: list[Run]) -> list[Table]:
+        from fusedring.kernels.tiles import Table, block_of
+
+        plan = make_plan(launch.kind, launch.algorithm, region.world, launch.elements)
+        span = self._span(launch, region)
+        chunk = max(CHUNK_BYTES // launch.wire.itemsize, -(-span * region.world // _MOST_CHUNKS))
+        chunk = -(-chunk // ALIGNMENT) * ALIGNMENT
+        tables = []
+        for at in range(0, max(stop - start for start, stop in plan.parts), span):
+            segments = [plan.bounds(segment) for segment in range(region.world)]
+            segments = [(min(start + at, stop), min(start + at + span, stop)) for start, stop in segments]
+            origins = [start for start, _ in segments]
+            if self._holds_all(launch):  # the windows of all segments lie one behind the other in a row
+                origins = [start - segment * span for segment, (start, _) in enumerate(segments)]
+            tables.append(Table(segments, runs, tensor, origins, chunk_elements=chunk, block=block_of(launch.wire)))
+        return tables
 
     def _check_status(self, launch: Launch, region: Region, timeout: float) -> None:
         """Raise if the kernel gave up, with the chain of who waited for whom."""

@@ -10,14 +10,15 @@ import torch
 
 from fusedring.communicator import communicator_of
 from fusedring.launch import Launch, Source
-from fusedring.plan import make_plan
 from fusedring.triton_engine import TritonEngine
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchCost:
-    """Medians in microseconds for one bucket. unchanged: its table is cached; moved: its gradients lie elsewhere than
-    last time; built: it is new."""
+    """Medians in microseconds for one bucket.
+
+    unchanged: its gradients lie where they lay last time. moved: they lie elsewhere. built: the bucket is new.
+    """
 
     tensors: int
     bytes: int
@@ -38,9 +39,7 @@ def launch_cost(*, elements: int, tensors: int, repeats: int = 200) -> LaunchCos
 
     def prepare(sources: list[Source]) -> float:
         start = time.perf_counter()
-        plan = make_plan("all_reduce", "ring", region.world, elements)
-        for window in range(engine._windows(plan, launch, region)):
-            engine._table(plan, launch, region, window, flat, sources)
+        engine._tables(launch, region, flat, sources)
         return 1e6 * (time.perf_counter() - start)
 
     prepare(sets[0])
@@ -48,6 +47,6 @@ def launch_cost(*, elements: int, tensors: int, repeats: int = 200) -> LaunchCos
     moved = [prepare(sets[turn % 2]) for turn in range(1, repeats)]
     built = []
     for _ in range(5):
-        engine._tables.clear()
+        engine._prepared.clear()
         built.append(prepare(sets[0]))
     return LaunchCost(tensors, 4 * elements, *map(statistics.median, (unchanged, moved, built)))
