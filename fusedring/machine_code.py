@@ -240,7 +240,7 @@ def _instructions(ptx: str) -> list[_Instruction]:
     for raw in ptx.splitlines():
         line = raw.partition("//")[0].strip()
         if line.endswith(":"):
-            block += 1
+            block += not line.startswith("$L__tmp")  # those are for debuggers, nothing jumps there
             continue
         match = _LINE.match(line)
         if match is None or line[0] in ".{}":
