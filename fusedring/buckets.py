@@ -21,13 +21,15 @@ _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 class Entry:
     """One parameter's place, from element `offset` of its bucket.
 
-    `view` has the parameter's shape and, where they are dense, its strides.
+    `view` has the parameter's shape and, where they are dense, its strides. `own` is the gradient that was handed out
+    last where it is not `view`: nobody else's, so it may be written.
     """
 
     name: str
     parameter: torch.nn.Parameter
     offset: int
     view: torch.Tensor
+    own: torch.Tensor | None = None
 
     def in_place(self, grad: torch.Tensor) -> torch.Tensor | None:
         """The memory of `grad` as a vector in the order of the bucket; None if it has another dtype or order."""

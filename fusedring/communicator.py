@@ -213,6 +213,7 @@ class Communicator:
             self._tasks.put(None)
             self._thread.join()
         with self._turn:
+            self._engines.clear()
             self._workspace.close()
 
     def abandon(self) -> None:
@@ -278,19 +279,23 @@ class Communicator:
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
-            try:
-                if task.batch.error is not None:
-                    raise task.batch.error
-                with self._turn:
-                    task.work._value = self._guarded(task.act)
-            except BaseException as error:  # raised by wait(), in the thread that asked
-                task.work._error = task.batch.error = error
-            task.work._ended = time.perf_counter()
-            if task.profiled is not None:
-                task.profiled.end()
-            with self._counting:
-                self._queued -= 1
-            task.work._finished.set()
+            self._perform(task)
+            del task  # and with it the gradients that it read, before waiting for the next one
+
+    def _perform(self, task: _Task) -> None:
+        try:
+            if task.batch.error is not None:
+                raise task.batch.error
+            with self._turn:
+                task.work._value = self._guarded(task.act)
+        except BaseException as error:  # raised by wait(), in the thread that asked
+            task.work._error = task.batch.error = error
+        task.work._ended = time.perf_counter()
+        if task.profiled is not None:
+            task.profiled.end()
+        with self._counting:
+            self._queued -= 1
+        task.work._finished.set()
 
     def _guarded(self, act: Callable[[], Any]) -> Any:
         """A task that ends half-way makes the workspace unusable on all ranks; what all ranks agreed on does not."""

@@ -35,18 +35,19 @@ _ARGUMENTS = {
     "bases": "*i64",
     "squares": "*fp32",
     "unbounded": "*i32",
-    "rank": "i32",
-    "world": "i32",
     "chunks": "i32",
     "row_bytes": "i64",
     "slots": "i64",
     "parity_bytes": "i64",
+    "rank": "i32",
+    "world": "i32",
     "polls": "i32",
     "scale_bits": "i64",
 }
 """Types of the kernels' arguments. Pointers and byte counts are multiples of 16, as they are at run time."""
 
-_PTX_DTYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_SCALE = list(_ARGUMENTS).index("scale_bits")
+_SIGNATURE_DTYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _CHANNELS = 8
 
 _BOTH = {"SCATTER": True, "GATHER": True}
@@ -86,9 +87,9 @@ class Variant:
 class KernelReport:
     """What a kernel compiled to. None: not read on this target.
 
-    registers: of a thread. narrow_bulk_accesses, wide_bulk_accesses: accesses of the main path below 16 bytes, and of
-    16. bulk_accesses: how many of each width, ragged tail included ('ld16', 'st2', ...). bytes_per_element: what the
-    main path of all phases together moves for one element, each loop taken once. instructions_per_element: PTX
+    registers: of a thread. narrow_bulk_accesses, wide_bulk_accesses: accesses of the main path below 16 bytes, and from
+    16 bytes on. bulk_accesses: how many of each width, ragged tail included ('ld16', 'st2', ...). bytes_per_element:
+    what the main path of all phases together moves for one element, each loop taken once. instructions_per_element: PTX
     instructions of the busiest block of the main path, for one element. rmw_on_signals: atomics at system scope.
     fma_in_reduction: fused multiply-adds on floats, in PTX and in machine code. scale_bits: width of the scale.
     """
@@ -129,7 +130,9 @@ def problems(report: KernelReport) -> list[str]:
     if report.narrow_bulk_accesses:
         found.append(f"{report.narrow_bulk_accesses} bulk accesses below 16 bytes in the main path")
     if report.wide_bulk_accesses == 0:
-        found.append("no 16-byte access in the main path")
+        found.append("no access of 16 bytes in the main path")
+    if report.releases == 0 or report.acquires == 0:
+        found.append("no release, or no acquire")
     if report.barrier_before_every_release is False:
         found.append("a release without a barrier before it")
     if report.releases is not None and report.rmw_on_signals:
@@ -154,8 +157,8 @@ def check_variant(
     inline, scale_type, options: how it is compiled; other than by default only to see what that would break.
     """
     from fusedring.kernels import direct, ring
-    from fusedring.kernels.launching import TRITON_DTYPES
-    from fusedring.kernels.launching import options as usual_options
+    from fusedring.kernels.region import TRITON_DTYPES
+    from fusedring.kernels.region import options as usual_options
     from fusedring.kernels.tiles import WARPS, block_of
 
     nvidia = target.startswith("sm_")
@@ -169,7 +172,7 @@ def check_variant(
         _CHANNELS,
         inline and nvidia,
     )
-    types = {name: kind.format(dtype=_PTX_DTYPES[variant.dtype]) for name, kind in _ARGUMENTS.items()}
+    types = {name: kind.format(dtype=_SIGNATURE_DTYPES[variant.dtype]) for name, kind in _ARGUMENTS.items()}
     types["scale_bits"] = scale_type
     compiled = compile_kernel(
         function,
@@ -292,7 +295,7 @@ def _read_nvidia(compiled: Any, name: str, *, elements_per_thread: float) -> Ker
             moved += nbytes
             busy.add(instruction.block)
             narrow += nbytes < 16
-            wide += nbytes == 16
+            wide += nbytes >= 16
     opcodes = Counter(instruction.opcode for instruction in code)
     instructions = Counter(instruction.block for instruction in code)
     registers, spills, fused = _assembled(compiled)
@@ -313,7 +316,7 @@ def _read_nvidia(compiled: Any, name: str, *, elements_per_thread: float) -> Ker
         bytes_per_element=moved / elements_per_thread,
         instructions_per_element=max((instructions[block] for block in busy), default=0) / elements_per_thread,
         fma_in_reduction=fused + sum(n for op, n in opcodes.items() if re.match(r"fma\..*[fb]\d", op)),
-        scale_bits=int(parameters[14]) if len(parameters) > 14 else None,
+        scale_bits=int(parameters[_SCALE]) if len(parameters) > _SCALE else None,
     )
 
 

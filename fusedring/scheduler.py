@@ -42,8 +42,8 @@ from fusedring.tracing import BACKWARD, WAIT, Track, recording
 _GRADIENT_MISSING = 1
 
 READ_IN_PLACE = 2048
-"""Elements from which on a gradient is read by the kernels where autograd left it: a tile. Smaller ones are packed into
-their bucket, since a tile that is not full still costs a whole pass."""
+"""Elements from which on a gradient is read by the kernels where autograd left it: the largest tile. Smaller ones are
+packed into their bucket, since a tile that is not full still costs a whole pass."""
 
 
 class Backward:
@@ -301,7 +301,7 @@ class Scheduler:
     def _launch(self, step: _Step, note: int) -> None:
         index = len(step.works)
         flat = self._buckets[index].flat
-        launch = self._launch_of(flat, step, index, note)
+        launch = self._bucket_launch(step, index, note)
         step.launches.append(launch)
         step.works.append(
             self._communicator.submit(
@@ -314,19 +314,33 @@ class Scheduler:
             )
         )
 
-    def _launch_of(self, flat: torch.Tensor, step: _Step, index: int, note: int, op: str = "avg") -> Launch:
+    def _bucket_launch(self, step: _Step, index: int, note: int) -> Launch:
+        flat = self._buckets[index].flat
         return Launch(
-            "all_reduce",
-            self._communicator.resolve(self._config.algorithm, flat.nbytes),
-            flat.numel(),
-            flat.dtype,
-            self._config.wire or flat.dtype if op == "avg" else flat.dtype,
-            scale_factor(op, None, self._communicator.world_size, flat.dtype),
-            self._engine if op == "avg" else "host",
-            self._wrapper,
-            step.number,
-            index,
-            note,
+            kind="all_reduce",
+            algorithm=self._communicator.resolve(self._config.algorithm, flat.nbytes),
+            elements=flat.numel(),
+            dtype=flat.dtype,
+            wire=self._config.wire or flat.dtype,
+            factor=scale_factor("avg", None, self._communicator.world_size, flat.dtype),
+            engine=self._engine,
+            wrapper=self._wrapper,
+            step=step.number,
+            bucket=index,
+            note=note,
+        )
+
+    def _count_launch(self, step: _Step, counts: torch.Tensor) -> Launch:
+        """Sums small whole numbers, exactly; it comes after all buckets."""
+        return Launch(
+            kind="all_reduce",
+            algorithm=self._communicator.resolve("auto", counts.nbytes),
+            elements=counts.numel(),
+            dtype=counts.dtype,
+            wire=counts.dtype,
+            wrapper=self._wrapper,
+            step=step.number,
+            bucket=len(self._buckets),
         )
 
     def _count_gradients(self, step: _Step) -> list[list[tuple[int, int]]]:
@@ -337,8 +351,7 @@ class Scheduler:
             for arrived, holds in zip(arrivals, holdings, strict=True)
         ]
         counts = torch.tensor(pairs).view(-1)
-        launch = self._launch_of(counts, step, len(self._buckets), 0, "sum")
-        self._communicator.run(launch, counts, timeout=self._config.timeout)
+        self._communicator.run(self._count_launch(step, counts), counts, timeout=self._config.timeout)
         summed = iter(counts.view(-1, 2).tolist())
         return [[(int(a), int(h)) for a, h in (next(summed) for _ in bucket)] for bucket in step.arrived]
 
@@ -360,10 +373,10 @@ class Scheduler:
         parameter = entry.parameter
         if self._grad_is_view:
             parameter.grad = entry.view
-        elif parameter.grad is None:
-            parameter.grad = entry.view.clone()
-        else:
-            parameter.grad.copy_(entry.view)
+        elif entry.own is not None and parameter.grad is entry.own:
+            entry.own.copy_(entry.view)
+        else:  # what autograd put there may share its memory with another gradient
+            parameter.grad = entry.own = entry.view.clone()
 
     def _describe(self, step: _Step) -> StepReport:
         launches = tuple(

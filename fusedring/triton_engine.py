@@ -1,7 +1,7 @@
 """The triton engine: launches the kernels of fusedring/kernels on a workspace.
 
 Under Triton's interpreter (TRITON_INTERPRET=1), one process per rank, on shared memory: the same kernel source that a
-GPU runs, slowly, for tests and for looking at.
+GPU runs, slowly, for tests and for looking at. One kernel at a time in a process: the interpreter has global state.
 
 A launch is cut into *windows* that fit into the slots, the same range of every segment. Each window is one kernel
 launch and one epoch of the regions. The workspace's own meeting comes first, so that ranks which differ are found
@@ -10,6 +10,7 @@ before any write.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from fusedring.plan import ALIGNMENT, make_plan
 from fusedring.workspace import Workspace
 
 if TYPE_CHECKING:
-    from fusedring.kernels.launching import Region, Totals
+    from fusedring.kernels.region import Region, Totals
     from fusedring.kernels.tiles import Run, Table
 
 PARITY_BYTES = 8 << 20
@@ -38,21 +39,20 @@ CHANNELS = 2
 """Programs of a launch. The interpreter runs them one after another, so here they are only as many as tests need."""
 
 POLL_SECONDS = 0.5e-3
-"""What one look of a waiting kernel takes under the interpreter."""
+"""What one look of a waiting kernel takes under the interpreter on a core of its own; with busy cores it takes longer,
+and so do timeouts."""
 
 GRACE_SECONDS = 1.0
 """How long a rank that gave up listens for what others were waiting for, to name the one that stopped."""
 
-_MOST_CHUNKS = 512
 _BUCKETS_KEPT = 256
 
 
 @dataclass(slots=True)
 class _Prepared:
-    """What is kept of a bucket: where its sources lie, how they are laid out and aligned, and the tiles."""
+    """What is kept of a bucket: where its sources lie (start, elements, address), and the tiles of its windows."""
 
     places: list[tuple[int, int, int]]
-    shape: object
     tables: list[Table]
 
 
@@ -63,6 +63,7 @@ class TritonEngine:
         self._workspace = workspace
         self._memory: torch.Tensor | None = None
         self._words: list[torch.Tensor] = []
+        self._abort = 0
         self._region: Region | None = None
         self._totals: Totals | None = None
         self._prepared: dict[Any, _Prepared] = {}
@@ -73,35 +74,62 @@ class TritonEngine:
 
         sources: parts of the tensor that are read elsewhere; only the result is written to `tensor`.
 
-        Raises MismatchError, with nothing written, if the ranks' launches differ, CollectiveTimeoutError naming rank
-        and step if a rank makes no progress for about `timeout` seconds; `tensor` is NaN then.
+        Returns when all ranks had come, the OR of the ranks' notes, and what the kernels learnt of the results.
+
+        Raises MismatchError, with nothing written, if the ranks' launches differ; CollectiveTimeoutError naming rank
+        and step if a rank makes no progress for about `timeout` seconds, and then `tensor` contains NaN; FusedRingError
+        if a kernel of another group is running in this process.
         """
         headers = self._workspace.meet(launching.pack(launch, None), timeout=timeout)
         started = time.perf_counter()
         _, note = launching.agree(headers)
         region, totals = self._open(timeout)
+        if not _interpreting.acquire(blocking=False):
+            raise FusedRingError(
+                f"{launch.label}: rank {region.rank} runs a kernel of another group, and Triton's interpreter runs one "
+                "at a time in a process. Wait for it before launching on this group, or use engine='host'"
+            )
         squares, unbounded = 0.0, False
-        if launch.elements:
-            for table in self._tables(launch, region, tensor, sources):
-                self._kernel(launch)(
-                    table,
-                    tensor,
-                    region,
-                    totals,
-                    wire=launch.wire,
-                    scale=launch.factor if launch.kind != "all_gather" else 1.0,
-                    polls=max(1, int(timeout / POLL_SECONDS)),
-                )
-                self._check_status(launch, region, timeout)
+        try:
+            for table in self.prepare(launch, tensor, sources) if launch.elements else ():
+                self._run_kernel(launch, table, tensor, region, totals, timeout)
                 squares += float(totals.squares.sum())
                 unbounded |= bool(totals.unbounded.any())
+        except BaseException:
+            for words in self._words:  # peers wait in a kernel, where nothing else reaches them
+                words[self._abort] = 1
+            raise
+        finally:
+            _interpreting.release()
         return Outcome(started, note, squares, unbounded)
+
+    def _run_kernel(
+        self, launch: Launch, table: Table, tensor: torch.Tensor, region: Region, totals: Totals, timeout: float
+    ) -> None:
+        epochs, started = self._epochs(region), time.perf_counter()
+        self._kernel(launch)(
+            table,
+            tensor,
+            region,
+            totals,
+            wire=launch.wire,
+            scale=launch.factor if launch.kind != "all_gather" else 1.0,
+            polls=max(1, int(timeout / POLL_SECONDS)),
+        )
+        if not torch.equal(self._epochs(region), epochs + 1):  # a channel that is through has counted
+            raise self._failure(launch, region, timeout, time.perf_counter() - started)
+
+    def _epochs(self, region: Region) -> torch.Tensor:
+        """How many launches each channel has finished."""
+        from fusedring.kernels.signals import EPOCHS
+
+        return self._words[region.rank][EPOCHS.value : EPOCHS.value + region.channels].clone()
 
     def _open(self, timeout: float) -> tuple[Region, Totals]:
         """The regions of all ranks; the first launch on all of them gets the memory."""
         if self._region is None or self._totals is None:
-            from fusedring.kernels.launching import Region, Totals, region_bytes
-            from fusedring.kernels.signals import SIGNALS
+            from fusedring.kernels.region import Region, Totals, region_bytes
+            from fusedring.kernels.signals import ABORT, SIGNALS
 
             workspace = self._workspace
             nbytes = region_bytes(workspace.world_size, PARITY_BYTES)
@@ -110,6 +138,7 @@ class TritonEngine:
             assert location is not None
             regions = [workspace.bytes_at(rank, location, nbytes) for rank in range(workspace.world_size)]
             self._words = [memory[: 4 * SIGNALS.value].view(torch.int32) for memory in regions]
+            self._abort = ABORT.value
             bases = torch.tensor([memory.data_ptr() for memory in regions])
             self._region = Region(bases, workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, inline=False)
             self._totals = Totals(torch.zeros(CHANNELS), torch.zeros(CHANNELS, dtype=torch.int32))
@@ -134,7 +163,7 @@ class TritonEngine:
     def _row_elements(self, launch: Launch, region: Region) -> int:
         """Elements that a row of slots can hold."""
         from fusedring.kernels.direct import direct_rows
-        from fusedring.kernels.launching import row_bytes
+        from fusedring.kernels.region import row_bytes
         from fusedring.kernels.ring import ring_rows
 
         if launch.algorithm == "ring":
@@ -152,34 +181,48 @@ class TritonEngine:
         elements = self._row_elements(launch, region)
         if self._holds_all(launch):
             elements //= region.world
-        return max(ALIGNMENT, elements // ALIGNMENT * ALIGNMENT)
+        assert elements >= ALIGNMENT, "the slots are too small for so many ranks"
+        return elements // ALIGNMENT * ALIGNMENT
 
-    def _tables(self, launch: Launch, region: Region, tensor: torch.Tensor, sources: Sequence[Source]) -> list[Table]:
-        """The tiles of each window. They are kept; sources that only moved are pointed at, in place."""
-        from fusedring.kernels.tiles import Run, alignment
+    def prepare(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> list[Table]:
+        """The tiles of each window. They are kept; where sources only moved, they are pointed at them, in place.
 
+        Only after the first launch, which opens the regions.
+        """
+        from fusedring.kernels.tiles import Run
+
+        assert self._region is not None
         places = [(source.start, source.tensor.numel(), source.tensor.data_ptr()) for source in sources]
-        key = (launch.kind, launch.algorithm, launch.elements, launch.dtype, launch.wire, tensor.data_ptr())
+        key = (
+            launch.kind,
+            launch.algorithm,
+            launch.dtype,
+            launch.wire,
+            launch.elements,
+            tensor.data_ptr(),
+            tuple((start, elements, address % 16 == 0) for start, elements, address in places),
+        )
         known = self._prepared.get(key)
-        if known is not None and known.places == places:
-            return known.tables
-        runs = _runs(tensor, sources, Run)
-        shape = (tuple(place[:2] for place in places), alignment(runs, tensor))
-        if known is None or known.shape != shape:
+        if known is None:
             if len(self._prepared) >= _BUCKETS_KEPT:
                 self._prepared.clear()
-            known = self._prepared[key] = _Prepared([], shape, self._build(launch, region, tensor, runs))
-        for table in known.tables:
-            table.point_at(runs)
-        known.places = places
+            tables = self._build(launch, self._region, tensor, _runs(tensor, sources, Run))
+            known = self._prepared[key] = _Prepared(places, tables)
+        if known.places != places:
+            runs = _runs(tensor, sources, Run)
+            for table in known.tables:
+                table.point_at(runs)
+            known.places = places
         return known.tables
 
     def _build(self, launch: Launch, region: Region, tensor: torch.Tensor, runs: list[Run]) -> list[Table]:
+        from fusedring.kernels.signals import SIGNAL_ROW
         from fusedring.kernels.tiles import Table, block_of
 
         plan = make_plan(launch.kind, launch.algorithm, region.world, launch.elements)
         span = self._span(launch, region)
-        chunk = max(CHUNK_BYTES // launch.wire.itemsize, -(-span * region.world // _MOST_CHUNKS))
+        # A row has SIGNAL_ROW signals, for the chunks of all segments.
+        chunk = max(CHUNK_BYTES // launch.wire.itemsize, -(-span // (SIGNAL_ROW.value // region.world)))
         chunk = -(-chunk // ALIGNMENT) * ALIGNMENT
         tables = []
         for at in range(0, max(stop - start for start, stop in plan.parts), span):
@@ -191,31 +234,34 @@ class TritonEngine:
             tables.append(Table(segments, runs, tensor, origins, chunk_elements=chunk, block=block_of(launch.wire)))
         return tables
 
-    def _check_status(self, launch: Launch, region: Region, timeout: float) -> None:
-        """Raise if the kernel gave up, with the chain of who waited for whom."""
-        from fusedring.kernels.signals import ABORT, TIMED_OUT
+    def _failure(self, launch: Launch, region: Region, timeout: float, elapsed: float) -> FusedRingError:
+        """Why the kernel gave up, with the chain of who waited for whom."""
+        from fusedring.kernels.signals import TIMED_OUT
 
-        if self._words[region.rank][ABORT.value] == 0:
-            return
         report = self._report_of(region.rank, region)
         if report is None:
-            raise FusedRingError(
-                f"{launch.label}: an earlier launch gave up, the result on rank {region.rank} is NaN. {_REOPEN}"
+            return FusedRingError(
+                f"{launch.label}: another rank, or an earlier launch, gave up before rank {region.rank} began; the "
+                f"tensor contains NaN. {_REOPEN}"
             )
         code, awaited, step, chunk, epoch = report
-        waited = f"waited {timeout:g} s" if code == TIMED_OUT.value else "waited, until another rank gave up,"
+        why = f"its timeout is {timeout:g} s" if code == TIMED_OUT.value else "another rank gave up"
         text = (
-            f"{launch.label}: rank {region.rank} {waited} for rank {awaited} at step {step} of {launch.algorithm} "
-            f"(chunk {chunk}, epoch {epoch})"
+            f"{launch.label}: rank {region.rank} waited for rank {awaited} at step {step} of {launch.algorithm} (chunk "
+            f"{chunk}, epoch {epoch}) and left {elapsed:.1f} s after the launch, because {why}"
         )
-        for _ in range(region.world):
+        named = {region.rank}
+        while awaited not in named:
+            named.add(awaited)
             further = self._report_of(awaited, region)
             if further is None:
-                text += f"; rank {awaited} stopped without a word"
+                text += f"; rank {awaited} has said nothing"
                 break
             text += f"; rank {awaited} waited for rank {further[1]} at step {further[2]}"
             awaited = further[1]
-        raise CollectiveTimeoutError(f"{text}. The result on rank {region.rank} is NaN. {_REOPEN}")
+        return CollectiveTimeoutError(
+            f"{text}. The tensor contains NaN. If a rank was only late, pass a longer timeout. {_REOPEN}"
+        )
 
     def _report_of(self, rank: int, region: Region) -> list[int] | None:
         """What a rank's kernel was waiting for when it gave up: code, awaited rank, step, chunk, epoch.
@@ -233,6 +279,9 @@ class TritonEngine:
                 return min(reports, default=None)
             time.sleep(0.01)
 
+
+_interpreting = threading.Lock()
+"""Triton's interpreter keeps its state in the process, so that only one kernel can run at a time."""
 
 _REOPEN = "Call fusedring.close() on all ranks of the group before its next collective"
 

@@ -26,23 +26,23 @@ import triton
 import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
-from fusedring.kernels.launching import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
+from fusedring.kernels.region import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, report, signal, wait
 from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
 
 @triton.jit
-def _hand_to(bits, to, until, slots, at, link, span, FULL: tl.constexpr, FORM: tl.constexpr):
-    """Store a tile in the same place of the slots of ranks `to` .. `until` - 1, but for this rank."""
-    bases, rank = link[0], link[2]
+def _hand_to(bits, to, until, row, at, link, span, FULL: tl.constexpr, FORM: tl.constexpr):
+    """Store a tile in the row at byte `row` of the regions of ranks `to` .. `until` - 1, but for this rank."""
+    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
     for receiver in range(to, until):
         if receiver != rank:
-            put(slot(tl.load(bases + receiver) + slots, at, FORM[0]), bits, span, FULL, FORM[2])
+            put(slot(tl.load(bases + receiver) + row, at, FORM[0]), bits, span, FULL, FORM[2])
 
 
 @triton.jit
 def _post_to(to, until, row, index, link, FORM: tl.constexpr):
-    bases, rank, epoch = link[0], link[2], link[6]
+    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
     for receiver in range(to, until):
         if receiver != rank:
             post(signal(tl.load(bases + receiver), row, index), epoch, FORM[4])
@@ -51,8 +51,8 @@ def _post_to(to, until, row, index, link, FORM: tl.constexpr):
 @triton.jit
 def _send_tile(tile, origin, bucket, link, to, until, FULL: tl.constexpr, FORM: tl.constexpr):
     source, start, valid, span = tile
-    output, scale = bucket[3], bucket[5]
-    rank, slots, pitch = link[2], link[4], link[5]
+    tiles, chunk_tiles, origins, output, chunks, scale = bucket
+    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
     bits = narrow(own(source, valid, scale, output.dtype.element_ty, FORM[1], FULL, FORM[2]), FORM[0])
     _hand_to(bits, to, until, slots + rank * pitch, start - origin, link, span, FULL, FORM)
 
@@ -62,8 +62,8 @@ def _sum_tile(tile, origin, bucket, link, first, last, to, until, FULL: tl.const
     """Returns sum of squares and non-finite flag."""
     BLOCK: tl.constexpr = FORM[2]
     source, start, valid, span = tile
-    output, scale = bucket[3], bucket[5]
-    mine, rank, world, slots, pitch = link[1], link[2], link[3], link[4], link[5]
+    tiles, chunk_tiles, origins, output, chunks, scale = bucket
+    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
     at = start - origin
     mine_narrow = narrow(own(source, valid, scale, output.dtype.element_ty, FORM[1], FULL, FORM[2]), FORM[0])
     total = tl.zeros((BLOCK,), FORM[1])
@@ -79,19 +79,20 @@ def _sum_tile(tile, origin, bucket, link, first, last, to, until, FULL: tl.const
 
 
 @triton.jit
-def _receive_tile(tile, origin, bucket, link, summer, FULL: tl.constexpr, FORM: tl.constexpr):
-    start, span = tile[1], tile[3]
-    mine, world, slots, pitch = link[1], link[3], link[4], link[5]
-    arrivals = slot(mine + slots + (world + summer) * pitch, start - origin, FORM[0])
+def _receive_tile(tile, origin, bucket, link, reducer, FULL: tl.constexpr, FORM: tl.constexpr):
+    source, start, valid, span = tile
+    tiles, chunk_tiles, origins, output, chunks, scale = bucket
+    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
+    arrivals = slot(mine + slots + (world + reducer) * pitch, start - origin, FORM[0])
     bits = take(arrivals, span, FULL, FORM[2])
-    keep(bucket[3], start, bits, span, FORM[1], FULL, FORM[2])
+    keep(output, start, bits, span, FORM[1], FULL, FORM[2])
 
 
 @triton.jit
 def _send(ok, bucket, link, segment, to, until, FORM: tl.constexpr):
-    tiles, chunk_tiles, origins, _, chunks, _ = bucket
+    tiles, chunk_tiles, origins, output, chunks, scale = bucket
+    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
     origin = tl.load(origins + segment)
-    rank, world, channel = link[2], link[3], link[7]
     for chunk in range(channel, chunks, FORM[3]):
         index = segment * chunks + chunk
         if ok:
@@ -107,8 +108,8 @@ def _send(ok, bucket, link, segment, to, until, FORM: tl.constexpr):
 
 @triton.jit
 def _sum(ok, bucket, link, segment, first, last, to, until, FORM: tl.constexpr):
-    tiles, chunk_tiles, origins, _, chunks, _ = bucket
-    mine, rank, world, epoch, channel, polls = link[1], link[2], link[3], link[6], link[7], link[8]
+    tiles, chunk_tiles, origins, output, chunks, scale = bucket
+    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
     origin = tl.load(origins + segment)
     squares, unbounded = 0.0, 0
     for chunk in range(channel, chunks, FORM[3]):
@@ -132,23 +133,23 @@ def _sum(ok, bucket, link, segment, first, last, to, until, FORM: tl.constexpr):
 
 
 @triton.jit
-def _receive(ok, bucket, link, segment, summer, FORM: tl.constexpr):
-    tiles, chunk_tiles, origins, _, chunks, _ = bucket
-    mine, world, epoch, channel, polls = link[1], link[3], link[6], link[7], link[8]
+def _receive(ok, bucket, link, segment, reducer, FORM: tl.constexpr):
+    tiles, chunk_tiles, origins, output, chunks, scale = bucket
+    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
     origin = tl.load(origins + segment)
     for chunk in range(channel, chunks, FORM[3]):
         index = segment * chunks + chunk
         if ok:
-            ok = wait(signal(mine, 3 * world + summer, index), epoch, mine, polls)
+            ok = wait(signal(mine, 3 * world + reducer, index), epoch, mine, polls)
             if not ok:
-                report(mine, channel, summer, 2, index, epoch)
+                report(mine, channel, reducer, 2, index, epoch)
         if ok:
             for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
                 tile = read_tile(tiles, number)
                 if tile[2] == FORM[2]:
-                    _receive_tile(tile, origin, bucket, link, summer, True, FORM)
+                    _receive_tile(tile, origin, bucket, link, reducer, True, FORM)
                 else:
-                    _receive_tile(tile, origin, bucket, link, summer, False, FORM)
+                    _receive_tile(tile, origin, bucket, link, reducer, False, FORM)
     return ok
 
 
@@ -161,12 +162,12 @@ def direct(
     bases,
     squares,
     unbounded,
+    chunks,
+    row_bytes: tl.int64,
+    slots: tl.int64,
+    parity_bytes: tl.int64,
     rank,
     world,
-    chunks,
-    row_bytes,
-    slots,
-    parity_bytes,
     polls,
     scale_bits: tl.int64,
     SCATTER: tl.constexpr,
@@ -190,16 +191,16 @@ def direct(
     s, u = 0.0, 0
     for hop in range(1, world + 1):
         segment = (rank + hop) % world
-        summer = 0 if ONE_SUMS else segment
+        reducer = 0 if ONE_SUMS else segment
         if EVERYONE_SUMS:
             ok = _send(ok, bucket, link, segment, 0, world, FORM)
         elif SCATTER:
-            if summer != rank:
-                ok = _send(ok, bucket, link, segment, summer, summer + 1, FORM)
-        elif (segment == rank) & (summer != rank):
-            ok = _send(ok, bucket, link, segment, summer, summer + 1, FORM)
+            if reducer != rank:
+                ok = _send(ok, bucket, link, segment, reducer, reducer + 1, FORM)
+        elif (segment == rank) & (reducer != rank):
+            ok = _send(ok, bucket, link, segment, reducer, reducer + 1, FORM)
     for segment in range(world):
-        summer = 0 if ONE_SUMS else segment
+        reducer = 0 if ONE_SUMS else segment
         first = 0 if SCATTER else segment
         last = world if SCATTER else segment + 1
         if EVERYONE_SUMS:
@@ -207,7 +208,7 @@ def direct(
             if segment == rank:
                 s += more
                 u = tl.maximum(u, not_finite)
-        elif summer == rank:
+        elif reducer == rank:
             if GATHER:
                 ok, more, not_finite = _sum(ok, bucket, link, segment, first, last, 0, world, FORM)
             else:
@@ -217,10 +218,10 @@ def direct(
     if not EVERYONE_SUMS:
         for hop in range(1, world + 1):
             segment = (rank + hop) % world
-            summer = 0 if ONE_SUMS else segment
-            if summer != rank:
+            reducer = 0 if ONE_SUMS else segment
+            if reducer != rank:
                 if GATHER or segment == rank:
-                    ok = _receive(ok, bucket, link, segment, summer, FORM)
+                    ok = _receive(ok, bucket, link, segment, reducer, FORM)
     if ok:
         tl.store(squares + channel, s)
         tl.store(unbounded + channel, u)
@@ -281,12 +282,12 @@ def _launch(
         region.bases,
         totals.squares,
         totals.unbounded,
-        region.rank,
-        region.world,
         table.chunks,
         row_bytes(region, direct_rows(algorithm, region.world)),
         slots_byte(region.world),
         region.parity_bytes,
+        region.rank,
+        region.world,
         how["polls"],
         bits_of(how["scale"]),
         SCATTER=scatter,

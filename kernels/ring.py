@@ -29,45 +29,166 @@ import triton
 import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
-from fusedring.kernels.launching import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
+from fusedring.kernels.region import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, report, signal, wait
 from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
 
-@triton.jit
-def _tile(
-    tile,
-    origin,
+@triton.jit(do_not_specialize=["rank", "world", "chunks", "polls", "scale_bits"])
+def ring(
+    tiles,
+    chunk_tiles,
+    origins,
     output,
-    arrivals,
-    departures,
-    scale,
-    RECEIVE: tl.constexpr,
-    REDUCE: tl.constexpr,
-    COPY: tl.constexpr,
-    SEND: tl.constexpr,
-    FULL: tl.constexpr,
+    bases,
+    squares,
+    unbounded,
+    chunks,
+    row_bytes: tl.int64,
+    slots: tl.int64,
+    parity_bytes: tl.int64,
+    rank,
+    world,
+    polls,
+    scale_bits: tl.int64,
+    SCATTER: tl.constexpr,
+    GATHER: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """The fused pass over one tile. Returns sum of squares and non-finite flag of what it kept."""
-    source, start, valid, span = tile
-    WIRE: tl.constexpr = FORM[0]
-    ACCUMULATE: tl.constexpr = FORM[1]
-    BLOCK: tl.constexpr = FORM[2]
-    at = start - origin
-    squares, unbounded = 0.0, 0
-    if RECEIVE:
-        bits = take(slot(arrivals, at, WIRE), span, FULL, BLOCK)
-    if REDUCE:
-        total = own(source, valid, scale, output.dtype.element_ty, ACCUMULATE, FULL, BLOCK)
-        if RECEIVE:
-            total = widen(bits, ACCUMULATE) + total
-        bits = narrow(total, WIRE)
-    if SEND:
-        put(slot(departures, at, WIRE), bits, span, FULL, BLOCK)
-    if COPY:
-        squares, unbounded = keep(output, start, bits, span, ACCUMULATE, FULL, BLOCK)
-    return squares, unbounded
+    """Reduce-scatter (SCATTER), all-gather (GATHER) or both, over the tiles of a bucket.
+
+    tiles, chunk_tiles, origins: see tiles.py. output: where finished values go, of the bucket's dtype. bases: int64
+    (W,).
+    squares: float32 (CHANNELS,), unbounded: int32 (CHANNELS,): of the values that this rank completed. slots: where
+    they
+    begin in a region, parity_bytes: the distance between the two sets, row_bytes: that between rows. scale_bits: the
+    bits of a float64. FORM: (wire dtype, accumulate dtype, BLOCK, CHANNELS, INLINE).
+    """
+    channel = tl.program_id(0)
+    scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(FORM[1])
+    mine, theirs = tl.load(bases + rank), tl.load(bases + (rank + 1) % world)
+    previous = (rank + world - 1) % world
+    epoch = begin(mine, channel)
+    here = slots + (epoch & 1) * tl.cast(parity_bytes, tl.int64)
+    bucket = (tiles, chunk_tiles, origins, output, chunks, scale)
+    link = (mine, theirs, previous, here, tl.cast(row_bytes, tl.int64), epoch, channel, polls)
+    complete = (rank + 1) % world
+    hops = world - 1
+    ok = is_aborted(mine) == 0
+    s, u = 0.0, 0
+    if world == 1:
+        ok, s, u = _reduce_copy(ok, bucket, link, rank, FORM)
+    else:
+        if SCATTER:
+            ok = _send(ok, bucket, link, rank, 0, FORM)
+            for hop in range(1, hops):
+                ok = _receive_reduce_send(ok, bucket, link, (rank + world - hop) % world, hop - 1, hop, FORM)
+            ok, s, u = _receive_reduce_copy_send(ok, bucket, link, complete, hops - 1, hops, GATHER, FORM)
+        else:
+            ok = _copy_send(ok, bucket, link, complete, hops, FORM)
+        if GATHER:
+            for hop in range(1, hops):
+                row = hops + hop
+                ok = _receive_copy_send(ok, bucket, link, (complete + world - hop) % world, row - 1, row, FORM)
+            ok = _receive_copy(ok, bucket, link, (rank + 2) % world, 2 * hops - 1, FORM)
+    if ok:
+        tl.store(squares + channel, s)
+        tl.store(unbounded + channel, u)
+        end(mine, channel, epoch)
+    else:
+        poison(tiles, chunk_tiles, output, world, channel, chunks, FORM[3], FORM[2])
+        abort_all(bases, world, FORM[4])
+
+
+def ring_all_reduce(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
+    """Replace `output` by the scaled sum over all ranks."""
+    _launch(table, output, region, totals, True, True, **how)
+
+
+def ring_reduce_scatter(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
+    """Leave in `output` only this rank's part of what `ring_all_reduce` leaves there."""
+    _launch(table, output, region, totals, True, False, **how)
+
+
+def ring_all_gather(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
+    """Give every rank the parts of all, each rounded to the wire."""
+    _launch(table, output, region, totals, False, True, **how)
+
+
+def _launch(
+    table: Table, output: torch.Tensor, region: Region, totals: Totals, scatter: bool, gather: bool, **how: Unpack[How]
+) -> None:
+    ring[(region.channels,)](
+        table.tiles,
+        table.chunk_tiles,
+        table.origins,
+        output,
+        region.bases,
+        totals.squares,
+        totals.unbounded,
+        table.chunks,
+        row_bytes(region, ring_rows(region.world)),
+        slots_byte(region.world),
+        region.parity_bytes,
+        region.rank,
+        region.world,
+        how["polls"],
+        bits_of(how["scale"]),
+        SCATTER=scatter,
+        GATHER=gather,
+        FORM=form(output.dtype, how["wire"], region),
+        **options(nvidia=region.inline),
+    )
+
+
+def ring_rows(world: int) -> int:
+    """Rows of slots that a launch needs: one for each step."""
+    return max(1, 2 * (world - 1))
+
+
+# The verbs. Each is one step: the segment, the row that it arrives in, the row that it departs to.
+
+
+@triton.jit
+def _send(ok, bucket, link, segment, row_out, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, segment, 0, row_out, False, True, False, True, FORM)
+    return ok
+
+
+@triton.jit
+def _receive_reduce_send(ok, bucket, link, segment, row_in, row_out, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, segment, row_in, row_out, True, True, False, True, FORM)
+    return ok
+
+
+@triton.jit
+def _receive_reduce_copy_send(ok, bucket, link, segment, row_in, row_out, GATHER: tl.constexpr, FORM: tl.constexpr):
+    return _step(ok, bucket, link, segment, row_in, row_out, True, True, True, GATHER, FORM)
+
+
+@triton.jit
+def _receive_copy_send(ok, bucket, link, segment, row_in, row_out, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, segment, row_in, row_out, True, False, True, True, FORM)
+    return ok
+
+
+@triton.jit
+def _receive_copy(ok, bucket, link, segment, row_in, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, segment, row_in, 0, True, False, True, False, FORM)
+    return ok
+
+
+@triton.jit
+def _copy_send(ok, bucket, link, segment, row_out, FORM: tl.constexpr):
+    """How a lone all-gather begins: the owner keeps what the others will get."""
+    ok, _, _ = _step(ok, bucket, link, segment, 0, row_out, False, True, True, True, FORM)
+    return ok
+
+
+@triton.jit
+def _reduce_copy(ok, bucket, link, segment, FORM: tl.constexpr):
+    """All that a lone rank does: scale and round."""
+    return _step(ok, bucket, link, segment, 0, 0, False, True, True, False, FORM)
 
 
 @triton.jit
@@ -117,122 +238,37 @@ def _step(
     return ok, squares, unbounded
 
 
-@triton.jit(do_not_specialize=["rank", "world", "chunks", "polls", "scale_bits"])
-def ring(
-    tiles,
-    chunk_tiles,
-    origins,
+@triton.jit
+def _tile(
+    tile,
+    origin,
     output,
-    bases,
-    squares,
-    unbounded,
-    rank,
-    world,
-    chunks,
-    row_bytes,
-    slots,
-    parity_bytes,
-    polls,
-    scale_bits: tl.int64,
-    SCATTER: tl.constexpr,
-    GATHER: tl.constexpr,
+    arrivals,
+    departures,
+    scale,
+    RECEIVE: tl.constexpr,
+    REDUCE: tl.constexpr,
+    COPY: tl.constexpr,
+    SEND: tl.constexpr,
+    FULL: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Reduce-scatter (SCATTER), all-gather (GATHER) or both, over the tiles of a bucket.
-
-    tiles, chunk_tiles, origins: see tiles.py. output: where finished values go, of the bucket's dtype. bases: int64
-    (W,).
-    squares: float32 (CHANNELS,), unbounded: int32 (CHANNELS,): of the values that this rank completed. slots: where
-    they
-    begin in a region, parity_bytes: the distance between the two sets, row_bytes: that between rows. scale_bits: the
-    bits of a float64. FORM: (wire dtype, accumulate dtype, BLOCK, CHANNELS, INLINE).
-    """
-    channel = tl.program_id(0)
-    scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(FORM[1])
-    mine, theirs = tl.load(bases + rank), tl.load(bases + (rank + 1) % world)
-    previous = (rank + world - 1) % world
-    epoch = begin(mine, channel)
-    here = slots + (epoch & 1) * tl.cast(parity_bytes, tl.int64)
-    bucket = (tiles, chunk_tiles, origins, output, chunks, scale)
-    link = (mine, theirs, previous, here, tl.cast(row_bytes, tl.int64), epoch, channel, polls)
-    complete = (rank + 1) % world
-    hops = world - 1
-    ok = is_aborted(mine) == 0
-    s, u = 0.0, 0
-    if world == 1:
-        ok, s, u = _step(ok, bucket, link, rank, 0, 0, False, True, True, False, FORM)
-    else:
-        if SCATTER:
-            # send
-            ok, _, _ = _step(ok, bucket, link, rank, 0, 0, False, True, False, True, FORM)
-            # receive, reduce, send
-            for hop in range(1, hops):
-                segment = (rank + world - hop) % world
-                ok, _, _ = _step(ok, bucket, link, segment, hop - 1, hop, True, True, False, True, FORM)
-            # receive, reduce, copy, send
-            ok, s, u = _step(ok, bucket, link, complete, hops - 1, hops, True, True, True, GATHER, FORM)
-        else:
-            # copy, send: the owner keeps what the others will get
-            ok, _, _ = _step(ok, bucket, link, complete, hops - 1, hops, False, True, True, True, FORM)
-        if GATHER:
-            # receive, copy, send
-            for hop in range(1, hops):
-                segment = (complete + world - hop) % world
-                row = hops + hop
-                ok, _, _ = _step(ok, bucket, link, segment, row - 1, row, True, False, True, True, FORM)
-            # receive, copy
-            segment = (rank + 2) % world
-            ok, _, _ = _step(ok, bucket, link, segment, 2 * hops - 1, hops, True, False, True, False, FORM)
-    if ok:
-        tl.store(squares + channel, s)
-        tl.store(unbounded + channel, u)
-        end(mine, channel, epoch)
-    else:
-        poison(tiles, chunk_tiles, output, world, channel, chunks, FORM[3], FORM[2])
-        abort_all(bases, world, FORM[4])
-
-
-def ring_all_reduce(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
-    """Replace `output` by the scaled sum over all ranks."""
-    _launch(table, output, region, totals, True, True, **how)
-
-
-def ring_reduce_scatter(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
-    """Leave in `output` only this rank's part of what `ring_all_reduce` leaves there."""
-    _launch(table, output, region, totals, True, False, **how)
-
-
-def ring_all_gather(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
-    """Give every rank the parts of all, each rounded to the wire."""
-    _launch(table, output, region, totals, False, True, **how)
-
-
-def _launch(
-    table: Table, output: torch.Tensor, region: Region, totals: Totals, scatter: bool, gather: bool, **how: Unpack[How]
-) -> None:
-    ring[(region.channels,)](
-        table.tiles,
-        table.chunk_tiles,
-        table.origins,
-        output,
-        region.bases,
-        totals.squares,
-        totals.unbounded,
-        region.rank,
-        region.world,
-        table.chunks,
-        row_bytes(region, ring_rows(region.world)),
-        slots_byte(region.world),
-        region.parity_bytes,
-        how["polls"],
-        bits_of(how["scale"]),
-        SCATTER=scatter,
-        GATHER=gather,
-        FORM=form(output.dtype, how["wire"], region),
-        **options(nvidia=region.inline),
-    )
-
-
-def ring_rows(world: int) -> int:
-    """Rows of slots that a launch needs: one for each step."""
-    return max(1, 2 * (world - 1))
+    """The fused pass over one tile. Returns sum of squares and non-finite flag of what it kept."""
+    source, start, valid, span = tile
+    WIRE: tl.constexpr = FORM[0]
+    ACCUMULATE: tl.constexpr = FORM[1]
+    BLOCK: tl.constexpr = FORM[2]
+    at = start - origin
+    squares, unbounded = 0.0, 0
+    if RECEIVE:
+        bits = take(slot(arrivals, at, WIRE), span, FULL, BLOCK)
+    if REDUCE:
+        total = own(source, valid, scale, output.dtype.element_ty, ACCUMULATE, FULL, BLOCK)
+        if RECEIVE:
+            total = widen(bits, ACCUMULATE) + total
+        bits = narrow(total, WIRE)
+    if SEND:
+        put(slot(departures, at, WIRE), bits, span, FULL, BLOCK)
+    if COPY:
+        squares, unbounded = keep(output, start, bits, span, ACCUMULATE, FULL, BLOCK)
+    return squares, unbounded

@@ -15,7 +15,8 @@ to one. Triton has no scalar release store, so on NVIDIA it is inline assembly, 
 (AMD, the interpreter) it is `atomic_xchg`. An acquire load is spelled `atomic_add(p, 0)`, which compiles to just that.
 
 A signal is never reset. A program (channel) counts its launches in its own epoch word, and in epoch e waits for words
-that have reached e. The comparison is of the difference, so that it survives the wrap from 2^31-1 to -2^31.
+that have reached e. The comparison is of the difference, so that it survives the wrap from 2^31-1 to -2^31, for words
+that were posted within the last 2^31 epochs.
 
 Time. A wait ends after `polls` looks, or when a peer has raised this rank's abort word. Then the program writes what it
 waited for into its status words, raises every peer's abort word, fills its part of the output with NaN and leaves.

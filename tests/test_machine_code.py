@@ -13,21 +13,27 @@ import triton.language as tl
 
 from fusedring.cli import main
 from fusedring.kernels.signals import post, word
-from fusedring.machine_code import Variant, check_variant, compile_kernel, problems, read, variants
+from fusedring.machine_code import KERNELS, Variant, check_variant, compile_kernel, problems, read, variants
 
 FLOAT, HALF, BFLOAT, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
 RING = Variant("ring_all_reduce", FLOAT, BFLOAT)
-NARROW_FORMS = [(FLOAT, FLOAT), (FLOAT, BFLOAT), (BFLOAT, BFLOAT), (DOUBLE, DOUBLE), (DOUBLE, HALF)]
+FORMS = [(FLOAT, FLOAT), (FLOAT, BFLOAT), (BFLOAT, BFLOAT), (DOUBLE, DOUBLE), (DOUBLE, HALF)]
 
 
 @pytest.mark.parametrize("kernel", ["ring_all_reduce", "two_shot", "one_shot", "master"])
 def test_no_kernel_breaks_a_rule_on_sm_90(kernel):
-    for dtype, wire in NARROW_FORMS:
+    for dtype, wire in FORMS:
         report = check_variant(Variant(kernel, dtype, wire), "sm_90")
         assert problems(report) == []
         assert report.releases
         assert report.acquires
         assert report.scale_bits == 64
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name.endswith(("scatter", "gather"))])
+def test_no_half_breaks_a_rule(kernel):
+    for dtype, wire in ((FLOAT, BFLOAT), (DOUBLE, DOUBLE)):
+        assert problems(check_variant(Variant(kernel, dtype, wire), "sm_90")) == []
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
@@ -36,7 +42,7 @@ def test_the_ring_breaks_no_rule_on_other_gpus(target):
         assert problems(check_variant(Variant("ring_all_reduce", dtype, wire), target)) == []
 
 
-@pytest.mark.parametrize(("dtype", "wire"), NARROW_FORMS)
+@pytest.mark.parametrize(("dtype", "wire"), FORMS)
 def test_the_ring_moves_the_fewest_bytes(dtype, wire):
     """The own gradient is read in 3 phases, slots are read in 4 and written in 4, the output is written in 3.
 
@@ -121,6 +127,12 @@ def test_a_scale_in_single_precision_is_noticed():
     report = check_variant(RING, "sm_90", scale_type="fp32")
     assert report.scale_bits == 32
     assert "the scale is passed in 32 bits" in problems(report)
+
+
+def test_nothing_is_compiled_under_the_interpreter(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["kernels"]) == 2
+    assert "unset TRITON_INTERPRET" in capsys.readouterr().err
 
 
 def test_every_dtype_goes_with_every_wire():

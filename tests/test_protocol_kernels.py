@@ -127,7 +127,7 @@ def modelled(program: Program, epoch: int, rows: int, places: int) -> list[Touch
 
 def compare(launch: Launch, channels: int) -> None:
     from fusedring.kernels import direct, ring
-    from fusedring.kernels.launching import Region, Totals, region_bytes, row_bytes, slots_byte
+    from fusedring.kernels.region import Region, Totals, region_bytes, row_bytes, slots_byte
     from fusedring.kernels.signals import SIGNALS
     from fusedring.kernels.tiles import Run, Table
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,6 +24,9 @@ def run(options: argparse.Namespace) -> int:
     """Compile and print. Exit code 1 if a rule is broken, 2 without triton."""
     if importlib.util.find_spec("triton") is None:
         print("the kernels need triton: pip install triton", file=sys.stderr)
+        return 2
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        print("nothing is compiled under Triton's interpreter: unset TRITON_INTERPRET", file=sys.stderr)
         return 2
     reports = []
     for variant in variants(options.kernel or KERNELS):
@@ -45,7 +49,7 @@ def _print(target: str, reports: Sequence[KernelReport]) -> None:
     from rich.table import Table
 
     table = Table(title=f"kernels for {target}")
-    columns = {
+    columns: dict[str, str] = {
         "registers": "registers",
         "shared": "shared_bytes",
         "spilled": "spill_bytes",
@@ -62,10 +66,12 @@ def _print(target: str, reports: Sequence[KernelReport]) -> None:
     table.add_column("kernel")
     for heading in columns:
         table.add_column(heading, justify="right")
+    table.add_column("all bulk accesses, by bytes")
     for report in reports:
         values = asdict(report)
-        table.add_row(report.name, *(_short(values[key]) for key in columns.values()))
-    Console(width=160).print(table)
+        widths = " ".join(f"{number}x{access}" for access, number in report.bulk_accesses.items())
+        table.add_row(report.name, *(_short(values[key]) for key in columns.values()), widths)
+    Console(width=240).print(table)
 
 
 def _short(value: float | None) -> str:
