@@ -32,8 +32,11 @@ class Entry:
     own: torch.Tensor | None = None
 
     def in_place(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """The memory of `grad` as a vector in the order of the bucket; None if it has another dtype or order."""
-        if self.view.is_complex() or grad.dtype != self.view.dtype or grad.stride() != self.view.stride():
+        """The memory of `grad` as a vector in the order of the bucket; None if its values do not lie there so."""
+        plain = type(grad) is torch.Tensor and not grad.is_neg() and not grad._is_zerotensor()
+        if not plain or self.view.is_complex() or grad.dtype != self.view.dtype:
+            return None
+        if grad.stride() != self.view.stride():
             return None
         return grad.detach().as_strided((grad.numel(),), (1,))
 

@@ -192,9 +192,26 @@ class Communicator:
         """
         limit, work = timeout or self.default_timeout, Work(result, launch.label)
         self._check_open()
+        if launch.engine == "triton":
+            self._launch_here(launch, tensor, sources, limit, work, batch or Batch())
+            return work
         profiled = _Profiled(launch.label) if torch._C._autograd._profiler_enabled() else None
         self._enqueue(_Task(lambda: self._execute(launch, tensor, sources, limit), work, batch or Batch(), profiled))
         return work
+
+    def _launch_here(
+        self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], limit: float, work: Work, batch: Batch
+    ) -> None:
+        """Run a launch in the calling thread: in another one, Triton's interpreter would meet the caller's kernels."""
+        try:
+            if batch.error is not None:
+                raise batch.error
+            with torch.autograd.profiler.record_function(launch.label):
+                work._value = self._in_order(lambda: self._execute(launch, tensor, sources, limit))
+        except Exception as error:  # raised by wait()
+            work._error = batch.error = error
+        work._ended = time.perf_counter()
+        work._finished.set()
 
     def settle(self) -> None:
         """Return once everything that is queued has ended, well or not."""

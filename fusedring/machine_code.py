@@ -91,6 +91,7 @@ class KernelReport:
     16 bytes on. bulk_accesses: how many of each width, ragged tail included ('ld16', 'st2', ...). bytes_per_element:
     what the main path of all phases together moves for one element, each loop taken once. instructions_per_element: PTX
     instructions of the busiest block of the main path, for one element. rmw_on_signals: atomics at system scope.
+    weak_signals: relaxed or volatile accesses, acquires and releases of a smaller scope, releases by every thread.
     fma_in_reduction: fused multiply-adds on floats, in PTX and in machine code. scale_bits: width of the scale.
     """
 
@@ -102,9 +103,12 @@ class KernelReport:
     rmw_on_signals: int
     acquires: int | None = None
     releases: int | None = None
+    weak_signals: int | None = None
     barrier_before_every_release: bool | None = None
     narrow_bulk_accesses: int | None = None
     wide_bulk_accesses: int | None = None
+    wide_loads: int | None = None
+    wide_stores: int | None = None
     bulk_accesses: dict[str, int] = field(default_factory=dict)
     bytes_per_element: float | None = None
     instructions_per_element: float | None = None
@@ -129,10 +133,12 @@ def problems(report: KernelReport) -> list[str]:
         found.append(f"{report.registers} registers, more than 128")
     if report.narrow_bulk_accesses:
         found.append(f"{report.narrow_bulk_accesses} bulk accesses below 16 bytes in the main path")
-    if report.wide_bulk_accesses == 0:
-        found.append("no access of 16 bytes in the main path")
+    if report.wide_loads == 0 or report.wide_stores == 0:
+        found.append("no load, or no store, of 16 bytes in the main path")
     if report.releases == 0 or report.acquires == 0:
         found.append("no release, or no acquire")
+    if report.weak_signals:
+        found.append(f"{report.weak_signals} signal accesses that are relaxed, not of system scope, or by all threads")
     if report.barrier_before_every_release is False:
         found.append("a release without a barrier before it")
     if report.releases is not None and report.rmw_on_signals:
@@ -148,20 +154,22 @@ def check_variant(
     variant: Variant,
     target: str,
     *,
-    inline: bool = True,
+    platform: int | None = None,
     scale_type: str = "i64",
     options: dict[str, Any] | None = None,
 ) -> KernelReport:
     """Compile a variant for a target, and read it. Raises ValueError for an unknown target.
 
-    inline, scale_type, options: how it is compiled; other than by default only to see what that would break.
+    platform, scale_type, options: how it is compiled; other than by default only to see what that would break.
     """
     from fusedring.kernels import direct, ring
     from fusedring.kernels.region import TRITON_DTYPES
     from fusedring.kernels.region import options as usual_options
+    from fusedring.kernels.signals import AMD, NVIDIA
     from fusedring.kernels.tiles import WARPS, block_of
 
-    nvidia = target.startswith("sm_")
+    if platform is None:
+        platform = (NVIDIA if target.startswith("sm_") else AMD).value
     module, flags = _KERNELS[variant.kernel]
     function = {"ring": ring.ring, "direct": direct.direct}[module]
     accumulate = torch.float64 if variant.dtype == torch.float64 else torch.float32
@@ -170,7 +178,7 @@ def check_variant(
         TRITON_DTYPES[accumulate],
         block_of(variant.wire),
         _CHANNELS,
-        inline and nvidia,
+        platform,
     )
     types = {name: kind.format(dtype=_SIGNATURE_DTYPES[variant.dtype]) for name, kind in _ARGUMENTS.items()}
     types["scale_bits"] = scale_type
@@ -180,7 +188,7 @@ def check_variant(
         {**flags, "FORM": form},
         target,
         divisible=[n for n, kind in types.items() if kind[0] == "*" or n in ("row_bytes", "slots", "parity_bytes")],
-        options={**usual_options(nvidia=nvidia), **(options or {})},
+        options={**usual_options(platform), **(options or {})},
     )
     return read(compiled, variant.name, target, block=block_of(variant.wire), threads=32 * WARPS)
 
@@ -283,7 +291,8 @@ def _read_nvidia(compiled: Any, name: str, *, elements_per_thread: float) -> Ker
     code = _instructions(ptx)
     dependent = _depends_on_thread(code)
     widths: Counter[str] = Counter()
-    narrow = wide = moved = 0
+    narrow = moved = 0
+    wide = {"ld": 0, "st": 0}
     busy: set[int] = set()
     for instruction in code:
         access = _ACCESS.match(instruction.opcode)
@@ -295,7 +304,7 @@ def _read_nvidia(compiled: Any, name: str, *, elements_per_thread: float) -> Ker
             moved += nbytes
             busy.add(instruction.block)
             narrow += nbytes < 16
-            wide += nbytes >= 16
+            wide[access[1]] += nbytes >= 16
     opcodes = Counter(instruction.opcode for instruction in code)
     instructions = Counter(instruction.block for instruction in code)
     registers, spills, fused = _assembled(compiled)
@@ -311,7 +320,10 @@ def _read_nvidia(compiled: Any, name: str, *, elements_per_thread: float) -> Ker
         releases=sum(n for op, n in opcodes.items() if op.startswith("st.") and ".release" in op),
         barrier_before_every_release=all(_barrier_before(code, at) for at, i in enumerate(code) if _releases(i)),
         narrow_bulk_accesses=narrow,
-        wide_bulk_accesses=wide,
+        wide_bulk_accesses=sum(wide.values()),
+        wide_loads=wide["ld"],
+        wide_stores=wide["st"],
+        weak_signals=sum(map(_is_weak, code)),
         bulk_accesses=dict(sorted(widths.items())),
         bytes_per_element=moved / elements_per_thread,
         instructions_per_element=max((instructions[block] for block in busy), default=0) / elements_per_thread,
@@ -324,13 +336,23 @@ def _releases(instruction: _Instruction) -> bool:
     return ".release" in instruction.opcode
 
 
+def _is_weak(instruction: _Instruction) -> bool:
+    opcode = instruction.opcode
+    if not opcode.startswith(("ld.", "st.", "atom.", "red.")):
+        return False
+    if ".relaxed" in opcode or ".volatile" in opcode:
+        return True
+    synchronizes = ".acquire" in opcode or ".release" in opcode or ".acq_rel" in opcode
+    return synchronizes and (".sys" not in opcode or (_releases(instruction) and not instruction.guard))
+
+
 def _barrier_before(code: Sequence[_Instruction], at: int) -> bool:
     for earlier in reversed(code[:at]):
         if earlier.block != code[at].block:
             return False
         if earlier.opcode.startswith(("bar.sync", "barrier.sync")):
-            return True
-        if earlier.opcode.startswith("st.global") or _releases(earlier):
+            return not earlier.used  # one of all threads
+        if earlier.opcode.startswith(("st.", "atom.", "red.")) and ".shared" not in earlier.opcode:
             return False
     return False
 
@@ -347,7 +369,7 @@ def _assembled(compiled: Any) -> tuple[int, int, int]:
         code = _output(tools / "nvdisasm", "-c", file.name)
     counts = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     # Code without calls and local arrays has a stack only for what is spilled.
-    return counts["REG"], counts["STACK"] + counts["LOCAL"], len(re.findall(r"\b(?:FFMA|DFMA)\b", code))
+    return counts["REG"], counts["STACK"] + counts["LOCAL"], len(re.findall(r"\b(?:FFMA2?|DFMA)\b", code))
 
 
 def _output(*command: Any) -> str:

@@ -203,14 +203,16 @@ class ShmWorkspace:
                     )
                 )
 
+    def is_lost(self, rank: int) -> bool:
+        return not self._holds_lock(rank) or self._state(rank)[0] == _CLOSED
+
     def _look(self, awaited: int, value: int) -> None:
         """Raise if the wait for `awaited` cannot end well."""
         self._check_health()
-        alive, state = self._holds_lock(awaited), self._state(awaited)[0]
         # What a rank posted before it ended counts, so its signal is read after its lock.
-        if (not alive or state == _CLOSED) and self._signals[awaited].value < value:
+        if self.is_lost(awaited) and self._signals[awaited].value < value:
             self._report(_LOST_PEER, awaited)
-            how = "closed its workspace" if state == _CLOSED else "ended"
+            how = "closed its workspace" if self._state(awaited)[0] == _CLOSED else "ended"
             raise self._remember(PeerLostError(f"rank {awaited} {how} while rank {self.rank} waited for it. {_REOPEN}"))
 
     def _check_health(self) -> None:

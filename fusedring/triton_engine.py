@@ -10,6 +10,7 @@ before any write.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -17,10 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from fusedring import launch as launching
-from fusedring.errors import CollectiveTimeoutError, FusedRingError
+from fusedring.errors import CollectiveTimeoutError, FusedRingError, PeerLostError
 from fusedring.launch import Launch, Outcome, Source
 from fusedring.plan import ALIGNMENT, make_plan
 from fusedring.workspace import Workspace
@@ -38,14 +40,15 @@ CHUNK_BYTES = 64 << 10
 CHANNELS = 2
 """Programs of a launch. The interpreter runs them one after another, so here they are only as many as tests need."""
 
-POLL_SECONDS = 0.5e-3
-"""What one look of a waiting kernel takes under the interpreter on a core of its own; with busy cores it takes longer,
-and so do timeouts."""
+WATCH_SECONDS = 0.1
+"""How often somebody looks whether the rank that a kernel waits for lives."""
 
 GRACE_SECONDS = 1.0
 """How long a rank that gave up listens for what others were waiting for, to name the one that stopped."""
 
 _BUCKETS_KEPT = 256
+_MOST_POLLS = (1 << 31) - 1
+_LOOKS_MEASURED = 50
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class TritonEngine:
         self._memory: torch.Tensor | None = None
         self._words: list[torch.Tensor] = []
         self._abort = 0
+        self._look_seconds = 0.0
         self._region: Region | None = None
         self._totals: Totals | None = None
         self._prepared: dict[Any, _Prepared] = {}
@@ -77,8 +81,8 @@ class TritonEngine:
         Returns when all ranks had come, the OR of the ranks' notes, and what the kernels learnt of the results.
 
         Raises MismatchError, with nothing written, if the ranks' launches differ; CollectiveTimeoutError naming rank
-        and step if a rank makes no progress for about `timeout` seconds, and then `tensor` contains NaN; FusedRingError
-        if a kernel of another group is running in this process.
+        and step if a rank makes no progress for about `timeout` seconds, or PeerLostError if it has ended, and then
+        `tensor` is NaN; FusedRingError if a kernel of another group is running in this process.
         """
         headers = self._workspace.meet(launching.pack(launch, None), timeout=timeout)
         started = time.perf_counter()
@@ -98,6 +102,7 @@ class TritonEngine:
         except BaseException:
             for words in self._words:  # peers wait in a kernel, where nothing else reaches them
                 words[self._abort] = 1
+            tensor.fill_(math.nan)  # some of it may be reduced, and some not
             raise
         finally:
             _interpreting.release()
@@ -107,15 +112,16 @@ class TritonEngine:
         self, launch: Launch, table: Table, tensor: torch.Tensor, region: Region, totals: Totals, timeout: float
     ) -> None:
         epochs, started = self._epochs(region), time.perf_counter()
-        self._kernel(launch)(
-            table,
-            tensor,
-            region,
-            totals,
-            wire=launch.wire,
-            scale=launch.factor if launch.kind != "all_gather" else 1.0,
-            polls=max(1, int(timeout / POLL_SECONDS)),
-        )
+        with _Watch(self._workspace, self._words[region.rank]), np.errstate(all="ignore"):
+            self._kernel(launch)(
+                table,
+                tensor,
+                region,
+                totals,
+                wire=launch.wire,
+                scale=launch.factor if launch.kind != "all_gather" else 1.0,
+                polls=max(1, min(_MOST_POLLS, int(timeout / self._look_seconds))),
+            )
         if not torch.equal(self._epochs(region), epochs + 1):  # a channel that is through has counted
             raise self._failure(launch, region, timeout, time.perf_counter() - started)
 
@@ -129,7 +135,7 @@ class TritonEngine:
         """The regions of all ranks; the first launch on all of them gets the memory."""
         if self._region is None or self._totals is None:
             from fusedring.kernels.region import Region, Totals, region_bytes
-            from fusedring.kernels.signals import ABORT, SIGNALS
+            from fusedring.kernels.signals import ABORT, INTERPRETER, SIGNALS
 
             workspace = self._workspace
             nbytes = region_bytes(workspace.world_size, PARITY_BYTES)
@@ -140,8 +146,11 @@ class TritonEngine:
             self._words = [memory[: 4 * SIGNALS.value].view(torch.int32) for memory in regions]
             self._abort = ABORT.value
             bases = torch.tensor([memory.data_ptr() for memory in regions])
-            self._region = Region(bases, workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, inline=False)
+            self._region = Region(
+                bases, workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, INTERPRETER.value
+            )
             self._totals = Totals(torch.zeros(CHANNELS), torch.zeros(CHANNELS, dtype=torch.int32))
+            self._look_seconds = _seconds_per_look()
         return self._region, self._totals
 
     def _kernel(self, launch: Launch) -> Any:
@@ -242,7 +251,7 @@ class TritonEngine:
         if report is None:
             return FusedRingError(
                 f"{launch.label}: another rank, or an earlier launch, gave up before rank {region.rank} began; the "
-                f"tensor contains NaN. {_REOPEN}"
+                f"tensor is NaN. {_REOPEN}"
             )
         code, awaited, step, chunk, epoch = report
         why = f"its timeout is {timeout:g} s" if code == TIMED_OUT.value else "another rank gave up"
@@ -254,13 +263,15 @@ class TritonEngine:
         while awaited not in named:
             named.add(awaited)
             further = self._report_of(awaited, region)
+            if further is None and self._workspace.is_lost(awaited):
+                return PeerLostError(f"{text}; rank {awaited} has ended. The tensor is NaN. {_REOPEN}")
             if further is None:
                 text += f"; rank {awaited} has said nothing"
                 break
             text += f"; rank {awaited} waited for rank {further[1]} at step {further[2]}"
             awaited = further[1]
         return CollectiveTimeoutError(
-            f"{text}. The tensor contains NaN. If a rank was only late, pass a longer timeout. {_REOPEN}"
+            f"{text}. The tensor is NaN. If a rank was only late, pass a longer timeout. {_REOPEN}"
         )
 
     def _report_of(self, rank: int, region: Region) -> list[int] | None:
@@ -278,6 +289,49 @@ class TritonEngine:
             if reports or time.monotonic() > until:
                 return min(reports, default=None)
             time.sleep(0.01)
+
+
+class _Watch:
+    """While a kernel runs, looks whether the rank that it waits for lives, since a kernel sees signals only.
+
+    If that rank has ended and the kernel still waits for the same thing at the next look, nothing more will come, and
+    the kernel's abort word is raised.
+    """
+
+    def __init__(self, workspace: Workspace, words: torch.Tensor) -> None:
+        self._workspace, self._words = workspace, words
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="fusedring watch", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        from fusedring.kernels.signals import ABORT, STATUS, STATUS_WORDS
+
+        size = STATUS_WORDS.value
+        table = self._words[STATUS.value : STATUS.value + size * CHANNELS].view(CHANNELS, size)
+        before: list[list[int]] = []
+        while not self._over.wait(WATCH_SECONDS):
+            waits = [row[5:] for row in table.tolist() if row[5] and self._workspace.is_lost(row[5] - 1)]
+            if any(wait in before for wait in waits):
+                self._words[ABORT.value] = 1
+            before = waits
+
+
+def _seconds_per_look() -> float:
+    """What one look of a waiting kernel takes here and now."""
+    from fusedring.kernels.signals import look
+
+    words = torch.zeros(16, dtype=torch.int32)
+    look[(1,)](words.data_ptr(), 1)
+    start = time.perf_counter()
+    look[(1,)](words.data_ptr(), _LOOKS_MEASURED)
+    return (time.perf_counter() - start) / _LOOKS_MEASURED
 
 
 _interpreting = threading.Lock()

@@ -54,6 +54,10 @@ class Workspace(Protocol):
         """
         ...
 
+    def is_lost(self, rank: int) -> bool:
+        """Whether a rank has ended or closed its workspace: it will do nothing more."""
+        ...
+
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one left an epoch half done. Every later call raises on every rank."""
         ...

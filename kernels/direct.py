@@ -27,7 +27,7 @@ import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
 from fusedring.kernels.region import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
-from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, report, signal, wait
+from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal, wait_for
 from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
 
@@ -116,9 +116,8 @@ def _sum(ok, bucket, link, segment, first, last, to, until, FORM: tl.constexpr):
         index = segment * chunks + chunk
         for sender in range(first, last):
             if ok & (sender != rank):
-                ok = wait(signal(mine, 2 * world + sender, index), epoch, mine, polls)
-                if not ok:
-                    report(mine, channel, sender, 1, index, epoch)
+                arrived = signal(mine, 2 * world + sender, index)
+                ok = wait_for(arrived, epoch, mine, channel, sender, 1, index, polls, FORM[4])
         if ok:
             for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
                 tile = read_tile(tiles, number)
@@ -140,9 +139,8 @@ def _receive(ok, bucket, link, segment, reducer, FORM: tl.constexpr):
     for chunk in range(channel, chunks, FORM[3]):
         index = segment * chunks + chunk
         if ok:
-            ok = wait(signal(mine, 3 * world + reducer, index), epoch, mine, polls)
-            if not ok:
-                report(mine, channel, reducer, 2, index, epoch)
+            arrived = signal(mine, 3 * world + reducer, index)
+            ok = wait_for(arrived, epoch, mine, channel, reducer, 2, index, polls, FORM[4])
         if ok:
             for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
                 tile = read_tile(tiles, number)
@@ -295,7 +293,7 @@ def _launch(
         EVERYONE_SUMS=algorithm == "one_shot",
         ONE_SUMS=algorithm == "master",
         FORM=form(output.dtype, how["wire"], region),
-        **options(nvidia=region.inline),
+        **options(region.platform),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import torch
 import triton.language as tl
 
-from fusedring.kernels.signals import MOST_CHANNELS, SIGNAL_ROW, SIGNALS
+from fusedring.kernels.signals import MOST_CHANNELS, NVIDIA, SIGNAL_ROW, SIGNALS
 from fusedring.kernels.tiles import MOST_REGISTERS, WARPS, block_of
 
 TRITON_DTYPES = {
@@ -24,8 +24,7 @@ class Region:
 
     bases: their addresses in this process, int64 (W,), on the device. parity_bytes: size of one of the two sets of
     slots, a multiple of 256. channels: programs of every launch; always the same number, since each counts its own
-    epochs.
-    inline: whether signals are posted by inline assembly (NVIDIA).
+    epochs. platform: INTERPRETER, NVIDIA or AMD of signals.py.
     """
 
     bases: torch.Tensor
@@ -33,7 +32,7 @@ class Region:
     world: int
     parity_bytes: int
     channels: int
-    inline: bool
+    platform: int
 
     def __post_init__(self) -> None:
         assert 1 <= self.channels <= MOST_CHANNELS
@@ -75,9 +74,9 @@ def row_bytes(region: Region, rows: int) -> int:
 
 
 def form(dtype: torch.dtype, wire: torch.dtype, region: Region) -> tuple[Any, ...]:
-    """The constants of a kernel: wire dtype, accumulate dtype, BLOCK, CHANNELS, INLINE."""
+    """The constants of a kernel: wire dtype, accumulate dtype, BLOCK, CHANNELS, PLATFORM."""
     accumulate = tl.float64 if dtype == torch.float64 else tl.float32
-    return TRITON_DTYPES[wire], accumulate, block_of(wire), region.channels, region.inline
+    return TRITON_DTYPES[wire], accumulate, block_of(wire), region.channels, region.platform
 
 
 def bits_of(scale: float) -> int:
@@ -86,6 +85,11 @@ def bits_of(scale: float) -> int:
     return int(bits)
 
 
-def options(*, nvidia: bool) -> dict[str, Any]:
-    """How all kernels are compiled. A fused multiply-add would round once where product and sum round twice."""
-    return {"num_warps": WARPS, "enable_fp_fusion": False, **({"maxnreg": MOST_REGISTERS} if nvidia else {})}
+def options(platform: int) -> dict[str, Any]:
+    """How all kernels are compiled and launched.
+
+    A fused multiply-add would round once where product and sum round twice. Programs that wait for each other's peers
+    must all be resident: a cooperative launch fails where they cannot be, instead of hanging.
+    """
+    nvidia = {"maxnreg": MOST_REGISTERS, "launch_cooperative_grid": True} if platform == NVIDIA.value else {}
+    return {"num_warps": WARPS, "enable_fp_fusion": False, **nvidia}

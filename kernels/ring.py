@@ -30,7 +30,7 @@ import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
 from fusedring.kernels.region import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
-from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, report, signal, wait
+from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal, wait_for
 from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
 
@@ -57,12 +57,11 @@ def ring(
 ):
     """Reduce-scatter (SCATTER), all-gather (GATHER) or both, over the tiles of a bucket.
 
-    tiles, chunk_tiles, origins: see tiles.py. output: where finished values go, of the bucket's dtype. bases: int64
-    (W,).
-    squares: float32 (CHANNELS,), unbounded: int32 (CHANNELS,): of the values that this rank completed. slots: where
-    they
-    begin in a region, parity_bytes: the distance between the two sets, row_bytes: that between rows. scale_bits: the
-    bits of a float64. FORM: (wire dtype, accumulate dtype, BLOCK, CHANNELS, INLINE).
+    tiles, chunk_tiles, origins: see tiles.py. output: where finished values go, of the bucket's dtype. bases: addresses
+    of the regions, int64 (W,). squares: float32 (CHANNELS,), unbounded: int32 (CHANNELS,): of the values that this rank
+    completed. row_bytes: distance between rows of slots; slots: where they begin in a region; parity_bytes: distance
+    between the two sets. scale_bits: the bits of a float64. FORM: wire dtype, accumulate dtype, BLOCK, CHANNELS and
+    PLATFORM (see signals.py).
     """
     channel = tl.program_id(0)
     scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(FORM[1])
@@ -137,7 +136,7 @@ def _launch(
         SCATTER=scatter,
         GATHER=gather,
         FORM=form(output.dtype, how["wire"], region),
-        **options(nvidia=region.inline),
+        **options(region.platform),
     )
 
 
@@ -215,9 +214,8 @@ def _step(
     for chunk in range(channel, chunks, FORM[3]):
         if RECEIVE:
             if ok:
-                ok = wait(signal(mine, row_in, chunk), epoch, mine, polls)
-                if not ok:
-                    report(mine, channel, previous, row_in + 1, chunk, epoch)
+                arrived = signal(mine, row_in, chunk)
+                ok = wait_for(arrived, epoch, mine, channel, previous, row_in + 1, chunk, polls, FORM[4])
         if ok:
             first = tl.load(chunk_tiles + segment * chunks + chunk)
             last = tl.load(chunk_tiles + segment * chunks + chunk + 1)

@@ -16,7 +16,7 @@ from torch import nn
 import fusedring
 from fusedring import FusedRingDDP
 from fusedring.plan import ALGORITHMS
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, start_ranks
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WIRES = (None, torch.float16, torch.bfloat16)
@@ -176,7 +176,7 @@ def check_stopped_rank(rank: int, world: int, algorithm: str) -> str:
         with pytest.raises(fusedring.FusedRingError) as raised:
             fusedring.all_reduce(x, engine="triton", algorithm=algorithm, timeout=1)
         text = str(raised.value)
-        assert x.isnan().any()
+        assert x.isnan().all()
     with pytest.raises(fusedring.FusedRingError):
         fusedring.all_reduce(x, engine="triton", algorithm=algorithm, timeout=1)
     torch.distributed.barrier()
@@ -194,6 +194,65 @@ def test_a_rank_that_stops_half_way_is_named_with_the_step(algorithm):
         assert "for rank 1 at step 1" in text
         assert "rank 1 has said nothing" in text
         assert "NaN" in text
+
+
+def check_killed_in_kernel(rank: int, world: int) -> str:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from fusedring.triton_engine import TritonEngine
+
+    x = torch.full((5000,), float(rank))
+    fusedring.all_reduce(x, engine="triton", algorithm="ring")
+    torch.distributed.barrier()
+    if rank == 1:
+        TritonEngine._kernel = lambda self, launch: os.kill(os.getpid(), 9)
+    started = time.monotonic()
+    with pytest.raises(fusedring.PeerLostError) as raised:
+        fusedring.all_reduce(x, engine="triton", algorithm="ring", timeout=60)
+    assert time.monotonic() - started < 30
+    assert x.isnan().all()
+    return str(raised.value)
+
+
+def test_a_rank_that_dies_while_others_wait_in_a_kernel():
+    outcomes = start_ranks(3, check_killed_in_kernel)
+    assert outcomes[1] == ("died", -9)
+    assert all(state == "returned" and "rank 1 has ended" in text for state, text in (outcomes[0], outcomes[2])), (
+        outcomes
+    )
+
+
+def check_lazy_gradients(rank: int, world: int) -> None:
+    """Gradients whose values do not lie in their memory as they are."""
+    os.environ["TRITON_INTERPRET"] = "1"
+
+    class Lazy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, how):
+            ctx.how = how
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.how == "zero":
+                return torch._efficientzerotensor((5000,)), None
+            return torch._neg_view(torch.ones(5000)), None
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.values = nn.Parameter(torch.zeros(5000))
+
+        def forward(self, how):
+            return Lazy.apply(self.values, how)
+
+    for how, want in (("zero", 0.0), ("negative", -1.0)):
+        model = FusedRingDDP(Holder(), engine="triton")
+        model(how).backward()
+        assert (model.module.values.grad == want).all()
+
+
+def test_gradients_that_are_not_what_lies_in_memory():
+    run_ranks(2, check_lazy_gradients)
 
 
 def check_engines_differ(rank: int, world: int) -> str:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fusedring.cli import main
-from fusedring.kernels.signals import post, word
+from fusedring.kernels.signals import INTERPRETER, NVIDIA, post, word
 from fusedring.machine_code import KERNELS, Variant, check_variant, compile_kernel, problems, read, variants
 
 FLOAT, HALF, BFLOAT, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -78,6 +78,40 @@ def test_accesses_without_known_alignment_are_noticed(aligned):
     assert ("8 bulk accesses below 16 bytes in the main path" in problems(report)) is not aligned
 
 
+@triton.jit
+def _always_masks(source, target, count):
+    at = tl.arange(0, 1024)
+    tl.store(target + at, tl.load(source + at), mask=at < count)
+
+
+def test_a_main_path_that_is_all_masked_is_noticed():
+    types = {"source": "*fp32", "target": "*fp32", "count": "i32"}
+    compiled = compile_kernel(
+        _always_masks, types, {}, "sm_90", divisible=["source", "target"], options={"num_warps": 4}
+    )
+    report = read(compiled, "masks", "sm_90", block=1024, threads=128)
+    assert report.wide_stores == 0
+    assert "no load, or no store, of 16 bytes in the main path" in problems(report)
+
+
+@triton.jit
+def _looks(base, out, SEMANTICS: tl.constexpr, SCOPE: tl.constexpr):  # noqa: N803
+    seen = tl.atomic_add(word(base, 0), 0, sem=SEMANTICS, scope=SCOPE)
+    tl.store(out + tl.arange(0, 128), seen + tl.zeros((128,), tl.int32))
+
+
+@pytest.mark.parametrize(
+    ("semantics", "scope", "weak"), [("acquire", "sys", 0), ("relaxed", "sys", 1), ("acquire", "gpu", 1)]
+)
+def test_a_wait_that_orders_too_little_is_noticed(semantics, scope, weak):
+    constants = {"SEMANTICS": semantics, "SCOPE": scope}
+    types = {"base": "i64", "out": "*i32"}
+    compiled = compile_kernel(_looks, types, constants, "sm_90", divisible=["out"], options={"num_warps": 4})
+    report = read(compiled, "looks", "sm_90", block=128, threads=128)
+    assert report.weak_signals == weak
+    assert any("relaxed, not of system scope" in problem for problem in problems(report)) is (weak > 0)
+
+
 def test_spilling_is_noticed():
     report = check_variant(RING, "sm_90", options={"maxnreg": 32})
     assert report.spill_bytes > 0
@@ -85,7 +119,7 @@ def test_spilling_is_noticed():
 
 
 def test_a_read_modify_write_on_a_signal_is_noticed():
-    report = check_variant(RING, "sm_90", inline=False)
+    report = check_variant(RING, "sm_90", platform=INTERPRETER.value)
     assert report.rmw_on_signals > 0
     assert "read-modify-writes" in "; ".join(problems(report))
 
@@ -96,7 +130,7 @@ def _releases_too_early(data, base, BARRIER_FIRST: tl.constexpr):  # noqa: N803
     at = tl.arange(0, 1024)
     if BARRIER_FIRST:
         tl.store(data + at, at)
-        post(word(base, 0), tl.full((), 1, tl.int32), True)
+        post(word(base, 0), tl.full((), 1, tl.int32), NVIDIA)
     else:
         tl.debug_barrier()
         tl.store(data + at, at)
@@ -120,6 +154,7 @@ def test_a_release_without_a_barrier_before_it_is_noticed(first):
     report = read(compiled, "post", "sm_90", block=1024, threads=128)
     assert report.releases == 1
     assert report.barrier_before_every_release is first
+    assert report.weak_signals == (0 if first else 1)  # the second one is released by every thread
     assert ("a release without a barrier before it" in problems(report)) is not first
 
 

@@ -157,7 +157,7 @@ def compare(launch: Launch, channels: int) -> None:
         run = getattr(direct, algorithm)
         halves = {} if algorithm == "one_shot" else {"scatter": scatter, "gather": gather}
     for rank in range(world):
-        region = Region(bases, rank, world, parity, channels, inline=False)
+        region = Region(bases, rank, world, parity, channels, platform=0)
         table = Table(segments, [Run(0, output)], output, origins, chunk_elements=PART, block=2048)
         totals = Totals(torch.zeros(channels), torch.zeros(channels, dtype=torch.int32))
         for epoch in (1, 2):
