@@ -59,6 +59,9 @@ class FusedRingDDP(nn.Module):
     dim, check_reduction, static_graph: accepted; nothing depends on them.
     wire_dtype, algorithm, engine, timeout: as for `fusedring.all_reduce`.
 
+    A parameter's own hooks see its local gradient. What they change in `.grad` is averaged if they were registered
+    before wrapping; of later ones it is unspecified.
+
     Raises RuntimeError for a module without trainable parameters or with uninitialised ones, ValueError for wrong
     arguments (naming a parameter whose gradient cannot be reduced), MismatchError with the same text on every rank if
     the ranks' modules or options differ.

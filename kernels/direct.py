@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
-from fusedring.kernels.region import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
+from fusedring.kernels.region import How, Region, Totals, launch
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal, wait_for
 from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
@@ -272,29 +272,13 @@ def _launch(
     gather: bool,
     **how: Unpack[How],
 ) -> None:
-    direct[(region.channels,)](
-        table.tiles,
-        table.chunk_tiles,
-        table.origins,
-        output,
-        region.bases,
-        totals.squares,
-        totals.unbounded,
-        table.chunks,
-        row_bytes(region, direct_rows(algorithm, region.world)),
-        slots_byte(region.world),
-        region.parity_bytes,
-        region.rank,
-        region.world,
-        how["polls"],
-        bits_of(how["scale"]),
-        SCATTER=scatter,
-        GATHER=gather,
-        EVERYONE_SUMS=algorithm == "one_shot",
-        ONE_SUMS=algorithm == "master",
-        FORM=form(output.dtype, how["wire"], region),
-        **options(region.platform),
-    )
+    flags = {
+        "SCATTER": scatter,
+        "GATHER": gather,
+        "EVERYONE_SUMS": algorithm == "one_shot",
+        "ONE_SUMS": algorithm == "master",
+    }
+    launch(direct, table, output, region, totals, rows=direct_rows(algorithm, region.world), flags=flags, **how)
 
 
 def direct_rows(algorithm: str, world: int) -> int:

@@ -2,13 +2,13 @@
 
 import struct
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import torch
 import triton.language as tl
 
 from fusedring.kernels.signals import MOST_CHANNELS, NVIDIA, SIGNAL_ROW, SIGNALS
-from fusedring.kernels.tiles import MOST_REGISTERS, WARPS, block_of
+from fusedring.kernels.tiles import MOST_REGISTERS, WARPS, Table, block_of
 
 TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -93,3 +93,37 @@ def options(platform: int) -> dict[str, Any]:
     """
     nvidia = {"maxnreg": MOST_REGISTERS, "launch_cooperative_grid": True} if platform == NVIDIA.value else {}
     return {"num_warps": WARPS, "enable_fp_fusion": False, **nvidia}
+
+
+def launch(
+    kernel: Any,
+    table: Table,
+    output: torch.Tensor,
+    region: Region,
+    totals: Totals,
+    *,
+    rows: int,
+    flags: dict[str, bool],
+    **how: Unpack[How],
+) -> None:
+    """Launch `ring` or `direct` with its constants `flags`. rows: how many rows of slots it needs."""
+    kernel[(region.channels,)](
+        table.tiles,
+        table.chunk_tiles,
+        table.origins,
+        output,
+        region.bases,
+        totals.squares,
+        totals.unbounded,
+        table.chunks,
+        row_bytes(region, rows),
+        slots_byte(region.world),
+        region.parity_bytes,
+        region.rank,
+        region.world,
+        how["polls"],
+        bits_of(how["scale"]),
+        **flags,
+        FORM=form(output.dtype, how["wire"], region),
+        **options(region.platform),
+    )

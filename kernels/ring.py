@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
-from fusedring.kernels.region import How, Region, Totals, bits_of, form, options, row_bytes, slots_byte
+from fusedring.kernels.region import How, Region, Totals, launch
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal, wait_for
 from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
@@ -117,27 +117,8 @@ def ring_all_gather(table: Table, output: torch.Tensor, region: Region, totals: 
 def _launch(
     table: Table, output: torch.Tensor, region: Region, totals: Totals, scatter: bool, gather: bool, **how: Unpack[How]
 ) -> None:
-    ring[(region.channels,)](
-        table.tiles,
-        table.chunk_tiles,
-        table.origins,
-        output,
-        region.bases,
-        totals.squares,
-        totals.unbounded,
-        table.chunks,
-        row_bytes(region, ring_rows(region.world)),
-        slots_byte(region.world),
-        region.parity_bytes,
-        region.rank,
-        region.world,
-        how["polls"],
-        bits_of(how["scale"]),
-        SCATTER=scatter,
-        GATHER=gather,
-        FORM=form(output.dtype, how["wire"], region),
-        **options(region.platform),
-    )
+    flags = {"SCATTER": scatter, "GATHER": gather}
+    launch(ring, table, output, region, totals, rows=ring_rows(region.world), flags=flags, **how)
 
 
 def ring_rows(world: int) -> int:
