@@ -112,7 +112,10 @@ class Recorder:
     def write_if_used(self) -> None:
         """As `write`, unless nothing was recorded: what only starts the ranks must not stand for rank 0."""
         if self._events:
-            self.write()
+            try:
+                self.write()
+            except OSError:
+                logger.exception("FUSEDRING_TRACE: the trace cannot be written to %s", self.directory)
 
     def write(self) -> None:
         """Leave this rank's events in the directory, and merge all ranks'. Does nothing in a forked child."""

@@ -134,6 +134,11 @@ def test_the_environment_variable_traces_the_whole_process(tmp_path):
     environment = {**os.environ, "FUSEDRING_TRACE": str(tmp_path / "out"), "RANK": "0"}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
     assert sum(e["name"] == "fusedring::all_reduce" for e in load(tmp_path / "out")) == 2
+    (tmp_path / "file").write_text("")
+    environment["FUSEDRING_TRACE"] = str(tmp_path / "file")
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, timeout=120, env=environment, capture_output=True, text=True)
+    assert "the trace cannot be written" in done.stderr
 
 
 def test_a_failure_in_the_block_still_leaves_a_trace(tmp_path):
