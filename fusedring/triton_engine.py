@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -88,24 +89,18 @@ class TritonEngine:
         started = time.perf_counter()
         _, note = launching.agree(headers)
         region, totals = self._open(timeout)
-        if not _interpreting.acquire(blocking=False):
-            raise FusedRingError(
-                f"{launch.label}: rank {region.rank} runs a kernel of another group, and Triton's interpreter runs one "
-                "at a time in a process. Wait for it before launching on this group, or use engine='host'"
-            )
         squares, unbounded = 0.0, False
         try:
-            for table in self.prepare(launch, tensor, sources) if launch.elements else ():
-                self._run_kernel(launch, table, tensor, region, totals, timeout)
-                squares += float(totals.squares.sum())
-                unbounded |= bool(totals.unbounded.any())
+            with _alone(launch, region.rank):
+                for table in self.prepare(launch, tensor, sources) if launch.elements else ():
+                    self._run_kernel(launch, table, tensor, region, totals, timeout)
+                    squares += float(totals.squares.sum())
+                    unbounded |= bool(totals.unbounded.any())
         except BaseException:
             for words in self._words:  # peers wait in a kernel, where nothing else reaches them
                 words[self._abort] = 1
             tensor.fill_(math.nan)  # some of it may be reduced, and some not
             raise
-        finally:
-            _interpreting.release()
         return Outcome(started, note, squares, unbounded)
 
     def _run_kernel(
@@ -321,6 +316,20 @@ class _Watch:
             if any(wait in before for wait in waits):
                 self._words[ABORT.value] = 1
             before = waits
+
+
+@contextmanager
+def _alone(launch: Launch, rank: int) -> Iterator[None]:
+    """Refuse to run beside another kernel: waiting could be for ever, if ranks take their groups in other orders."""
+    if not _interpreting.acquire(blocking=False):
+        raise FusedRingError(
+            f"{launch.label}: rank {rank} runs a kernel of another group, and Triton's interpreter runs one at a time "
+            "in a process. Wait for it before launching on this group, or use engine='host'"
+        )
+    try:
+        yield
+    finally:
+        _interpreting.release()
 
 
 def _seconds_per_look() -> float:

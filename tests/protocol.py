@@ -264,22 +264,22 @@ class Program:
                 for receiver in receivers:
                     self._post(receiver, first_signals + world + rank, index, empty)
 
-        def receive(segment: int, summer: int, contributors: frozenset[int]) -> None:
+        def receive(segment: int, reducer: int, contributors: frozenset[int]) -> None:
             for chunk, index, empty in each_chunk(segment):
-                self._wait(first_signals + world + summer, index, empty)
+                self._wait(first_signals + world + reducer, index, empty)
                 if not empty:
                     expected = Chunk(self.epoch, segment, chunk, contributors)
-                    self._read(slot(world + summer, segment, chunk), expected)
+                    self._read(slot(world + reducer, segment, chunk), expected)
                     self.kept[-1][segment, chunk] = contributors
 
         others = [r for r in range(world) if r != rank]
         from_next = [(rank + hop) % world for hop in range(1, world + 1)]
         for segment in from_next:
-            summer = 0 if one_sums else segment
+            reducer = 0 if one_sums else segment
             if everyone_sums:
                 send(segment, others)
-            elif summer != rank and (scatter or segment == rank):
-                send(segment, [summer])
+            elif reducer != rank and (scatter or segment == rank):
+                send(segment, [reducer])
         for segment in range(world):
             senders = list(range(world)) if scatter else [segment]
             if everyone_sums:
@@ -288,9 +288,9 @@ class Program:
                 add_up(segment, senders, others if gather else [r for r in others if r == segment])
         if not everyone_sums:
             for segment in from_next:
-                summer = 0 if one_sums else segment
-                if summer != rank and (gather or segment == rank):
-                    receive(segment, summer, frozenset(range(world)) if scatter else frozenset([segment]))
+                reducer = 0 if one_sums else segment
+                if reducer != rank and (gather or segment == rank):
+                    receive(segment, reducer, frozenset(range(world)) if scatter else frozenset([segment]))
 
 
 def programs(launches: tuple[Launch, ...], rules: Rules, channels: int = 1) -> list[Program]:

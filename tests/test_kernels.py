@@ -373,9 +373,16 @@ def check_two_groups(rank: int, world: int) -> None:
     from fusedring import triton_engine
 
     fusedring.all_reduce(torch.ones(5), engine="triton")
-    busy = pytest.raises(fusedring.FusedRingError, match="runs a kernel of another group")
-    with triton_engine._interpreting, busy:  # as if another group's kernel were running
-        fusedring.all_reduce(torch.ones(5), engine="triton")
+    x, started = torch.ones(5), time.monotonic()
+    if rank == 0:
+        busy = pytest.raises(fusedring.FusedRingError, match="runs a kernel of another group")
+        with triton_engine._interpreting, busy:  # as if another group's kernel were running
+            fusedring.all_reduce(x, engine="triton")
+    else:
+        with pytest.raises(fusedring.FusedRingError):
+            fusedring.all_reduce(x, engine="triton")
+    assert time.monotonic() - started < 30, "the other rank was left waiting in its kernel"
+    torch.distributed.barrier()
     fusedring.close()
     fusedring.all_reduce(torch.ones(5), engine="triton")
 
