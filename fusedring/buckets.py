@@ -2,6 +2,10 @@
 
 Parameters are packed in reverse order of registration, since backward produces gradients roughly in that order, so a
 bucket fills early. A gradient starts at a multiple of 16 elements; the padding stays zero.
+
+Behind the entries of the last bucket lie the *flags*, two for every entry of all buckets, in the order of buckets and
+entries. A rank sets them for what it has no gradient of, and averaging counts the ranks that did. They travel there
+because the last bucket is launched last, when each rank knows what it has.
 """
 
 from __future__ import annotations
@@ -43,19 +47,36 @@ class Entry:
 
 @dataclass(slots=True)
 class Bucket:
-    """Gradients that are reduced by one launch: entry views into the one-dimensional `flat`."""
+    """Gradients that are reduced by one launch: entry views into the one-dimensional `flat`.
+
+    flags: a view of the flags, (2, P) in the last bucket of a wrapper with P entries, (2, 0) in the others. The first
+    row tells which entries are *late*: their gradient did not arrive in this backward. The second tells which are
+    *empty*: late, and `.grad` is None. A set flag is the world size W and an unset one 0, until they are averaged.
+    """
 
     flat: torch.Tensor
     entries: list[Entry]
+    flags: torch.Tensor
+
+    def count_flags(self) -> tuple[list[int], list[int]]:
+        """After averaging: on how many ranks each entry was late, and on how many empty."""
+        # W * (1 / W) is 1 up to float32's rounding, which a 16-bit wire rounds away; and fp16 holds the whole numbers
+        # to 2048, bf16 those to 256. So the nearest whole number is the count.
+        late, empty = self.flags.float().round().int().tolist()
+        return late, empty
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A bucket before it has memory. members: indices of parameters; offsets: where each begins, in elements."""
+    """A bucket before it has memory. members: indices of parameters; offsets: where each begins, in elements.
+
+    flagged: for how many entries it has flags at its end: all buckets' in the last one, else 0.
+    """
 
     dtype: torch.dtype
     members: tuple[int, ...]
     offsets: tuple[int, ...]
+    flagged: int
     elements: int
 
 
@@ -81,7 +102,8 @@ def lay_out(
     closed.extend(filling.values())
     # Within a dtype members only go down, so a bucket is complete once its lowest index has its gradient.
     closed.sort(key=lambda members: -members[-1])
-    return [_lay_out_one(parameters, members) for members in closed]
+    *others, last = closed
+    return [*(_lay_out_one(parameters, members) for members in others), _lay_out_one(parameters, last, len(parameters))]
 
 
 def bind(layout: BucketLayout, parameters: Sequence[tuple[str, torch.nn.Parameter]], flat: torch.Tensor) -> Bucket:
@@ -91,7 +113,8 @@ def bind(layout: BucketLayout, parameters: Sequence[tuple[str, torch.nn.Paramete
         Entry(*parameters[index], offset, _view_for(parameters[index][1], flat, offset))
         for index, offset in zip(layout.members, layout.offsets, strict=True)
     ]
-    return Bucket(flat, entries)
+    flags = flat[layout.elements - _aligned(2 * layout.flagged) :][: 2 * layout.flagged]
+    return Bucket(flat, entries, flags.view(2, layout.flagged))
 
 
 def _reduced_dtype(name: str, parameter: torch.Tensor) -> torch.dtype:
@@ -104,14 +127,21 @@ def _reduced_dtype(name: str, parameter: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def _lay_out_one(parameters: Sequence[tuple[str, torch.nn.Parameter]], members: list[int]) -> BucketLayout:
+def _lay_out_one(
+    parameters: Sequence[tuple[str, torch.nn.Parameter]], members: list[int], flagged: int = 0
+) -> BucketLayout:
     offsets, end = [], 0
     for index in members:
         name, parameter = parameters[index]
         offsets.append(end)
         reals = parameter.numel() * (2 if parameter.is_complex() else 1)
-        end += -(-reals // ALIGNMENT) * ALIGNMENT
-    return BucketLayout(_reduced_dtype(name, parameter), tuple(members), tuple(offsets), end)
+        end += _aligned(reals)
+    elements = end + _aligned(2 * flagged)
+    return BucketLayout(_reduced_dtype(name, parameter), tuple(members), tuple(offsets), flagged, elements)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def _view_for(parameter: torch.Tensor, flat: torch.Tensor, offset: int) -> torch.Tensor:

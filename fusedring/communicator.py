@@ -80,7 +80,7 @@ class Work:
 
     @property
     def outcome(self) -> Outcome:
-        """When the transfer began, and the ranks' notes; after a successful wait."""
+        """When the transfer began, and what the engine learnt of its results; after a successful wait."""
         assert isinstance(self._value, Outcome)
         return self._value
 

@@ -61,7 +61,7 @@ class HostEngine:
             job.copy_in(windows[0])
         headers = workspace.meet(launching.pack(launch, here), timeout=timeout)
         started = time.perf_counter()
-        locations, note = launching.agree(headers)
+        locations = launching.agree(headers)
         if here is not None and None in locations:
             windows = job.windows(staged=True)
         job.locations = locations
@@ -73,7 +73,7 @@ class HostEngine:
             job.perform(window)
             if here is None and not job.exchanges_slots:
                 job.copy_out(window)
-        return Outcome(started, note)
+        return Outcome(started)
 
     def _arithmetic(self, dtype: torch.dtype, wire: torch.dtype) -> Arithmetic:
         if (dtype, wire) not in self._arithmetics:

@@ -2,7 +2,7 @@
 
 Every rank packs its `Launch` into a header of `HEADER_BYTES` bytes. The first `_AGREED_BYTES` must be equal on all
 ranks; `agree` words the difference, and since every rank sees every header, the text is the same everywhere.
-The rest tells peers where a rank's tensor lies and carries a note that is OR-ed over the ranks.
+The rest tells peers where a rank's tensor lies.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import or_
 
 import torch
 
@@ -23,7 +21,7 @@ LAUNCH_KINDS = (*KINDS, "empty")
 STAGED = -1
 """`arena` of a tensor outside the workspace: it travels through the rank's staging slot."""
 
-_LAYOUT = struct.Struct("<qqqqqdqqqqqqq")
+_LAYOUT = struct.Struct("<qqqqqdqqqqqq")
 HEADER_BYTES = _LAYOUT.size
 _AGREED_BYTES = struct.calcsize("<qqqqqdqqqq")
 
@@ -45,7 +43,6 @@ class Launch:
     factor: what each contribution is multiplied by. engine: 'host' or 'triton'.
     wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training). Wrappers are
         numbered as they were made.
-    note: bits that each rank sets freely; every rank learns the OR of all.
     """
 
     kind: str
@@ -58,7 +55,6 @@ class Launch:
     wrapper: int = -1
     step: int = -1
     bucket: int = -1
-    note: int = 0
 
     @property
     def label(self) -> str:
@@ -76,14 +72,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """started: time.perf_counter() when all ranks had come; note: the OR of all ranks' notes.
+    """started: time.perf_counter() when all ranks had come.
 
     squares, unbounded: where the engine gives them, the sum of squares of the results that this rank completed (its
     part), and whether one of them is inf or NaN.
     """
 
     started: float
-    note: int
     squares: float | None = None
     unbounded: bool | None = None
 
@@ -104,13 +99,12 @@ def pack(launch: Launch, location: Location | None) -> bytes:
         launch.bucket,
         where.arena,
         where.offset,
-        launch.note,
     )
 
 
 def unpack(header: bytes) -> tuple[Launch, Location | None]:
     """The inverse of `pack`."""
-    kind, algorithm, elements, dtype, wire, factor, engine, *place, arena, offset, note = _LAYOUT.unpack(header)
+    kind, algorithm, elements, dtype, wire, factor, engine, *place, arena, offset = _LAYOUT.unpack(header)
     wrapper, step, bucket = place
     launch = Launch(
         kind=LAUNCH_KINDS[kind],
@@ -123,20 +117,19 @@ def unpack(header: bytes) -> tuple[Launch, Location | None]:
         wrapper=wrapper,
         step=step,
         bucket=bucket,
-        note=note,
     )
     return launch, None if arena == STAGED else Location(arena, offset)
 
 
-def agree(headers: Sequence[bytes]) -> tuple[list[Location | None], int]:
-    """Every rank's location and the OR of all notes. Raises MismatchError where the ranks' launches differ."""
+def agree(headers: Sequence[bytes]) -> list[Location | None]:
+    """Every rank's location. Raises MismatchError where the ranks' launches differ."""
     unpacked = [unpack(header) for header in headers]
     launches = [launch for launch, _ in unpacked]
     if any(header[:_AGREED_BYTES] != headers[0][:_AGREED_BYTES] for header in headers):  # as bytes: a NaN equals itself
         error = MismatchError(_difference(launches))
         error.latest_step = max(launch.step for launch in launches)
         raise error
-    return [location for _, location in unpacked], reduce(or_, (launch.note for launch in launches))
+    return [location for _, location in unpacked]
 
 
 def _difference(launches: Sequence[Launch]) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BucketReport:
-    """A bucket: its size with padding, and the names of its parameters."""
+    """A bucket: its size, with padding and flags, and the names of its parameters."""
 
     bytes: int
     parameters: tuple[str, ...]

@@ -2,8 +2,8 @@
 
 A *step* is one synced backward. Its buckets are launched while backward runs, each once its gradients and all earlier
 buckets are there; the end of backward launches the rest, whether or not every gradient came, so that all ranks always
-launch the same things. A rank that missed a gradient says so in the note of its launches; then all ranks also exchange
-who had which. A launch carries the step's number: a rank that lost a step is found, not paired with the wrong one.
+launch the same things. A rank that missed a gradient says so in the flags of the last bucket, which the launch counts.
+A launch carries the step's number: a rank that lost a step is found, not paired with the wrong one.
 
 Several wrappers may take part in one backward, and their gradients may come in another order on another rank. So they
 take turns. Backward visits modules in the reverse order of their forwards; so a wrapper holds its launches back until
@@ -39,8 +39,6 @@ from fusedring.launch import Launch, Source
 from fusedring.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
 from fusedring.tracing import BACKWARD, WAIT, Track, recording
 
-_GRADIENT_MISSING = 1
-
 READ_IN_PLACE = 2048
 """Elements from which on a gradient is read by the kernels where autograd left it: the largest tile. Smaller ones are
 packed into their bucket, since a tile that is not full still costs a whole pass."""
@@ -73,8 +71,6 @@ class _Step:
     """The synced backward under way. number: the same on all ranks that lost none; count: of this wrapper's steps.
 
     run: of which `Backward`; early: whether it may launch before the end.
-
-    held: which entries had a gradient at the end.
     """
 
     number: int
@@ -86,7 +82,6 @@ class _Step:
     arrived: list[list[bool]]
     sources: list[dict[int, torch.Tensor]]
     ended: float = 0.0
-    held: list[list[bool]] = field(default_factory=list)
     batch: Batch = field(default_factory=Batch)
     launches: list[Launch] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
@@ -99,6 +94,8 @@ class Scheduler:
         self, communicator: Communicator, buckets: Sequence[Bucket], config: RingConfig, *, grad_is_view: bool
     ) -> None:
         self._communicator, self._buckets, self._config = communicator, buckets, config
+        self._entries = [entry for bucket in buckets for entry in bucket.entries]
+        self._flags_clear = True
         self._grad_is_view = grad_is_view
         self._step: _Step | None = None
         self._next_number = 0
@@ -111,7 +108,7 @@ class Scheduler:
         self.track = Track(f"FusedRingDDP {self._wrapper}")
         self._group_mates = _schedulers.setdefault(communicator, WeakSet())
         self._group_mates.add(self)
-        self._sharers = {id(e.parameter): _users.setdefault(e.parameter, WeakSet()) for b in buckets for e in b.entries}
+        self._sharers = {id(e.parameter): _users.setdefault(e.parameter, WeakSet()) for e in self._entries}
         for users in self._sharers.values():
             users.add(self)
         self.report: StepReport | None = None
@@ -194,8 +191,7 @@ class Scheduler:
                 mate._held_in_vain = True
         with self._catching_up():
             self._end(step)
-            counts = self._count_gradients(step) if step.works[-1].outcome.note else None
-        missing = self._hand_out(counts)
+        missing = self._hand_out()
         self.report = self._describe(step)
         if recording():
             self.track.span(BACKWARD, step.started, step.ended, step=step.count)
@@ -245,7 +241,7 @@ class Scheduler:
         while len(step.works) < len(self._buckets) and step.waiting_for[len(step.works)] == 0:
             if self._is_shared(self._buckets[len(step.works)]):
                 return
-            self._launch(step, note=0)
+            self._launch(step)
         if self._expecting and len(step.works) == len(self._buckets):
             self._expecting = False
             for other_step, scheduler in self._in_turn(step):
@@ -264,20 +260,18 @@ class Scheduler:
 
     def _launch_rest(self) -> None:
         """At the end of backward: launch what has not been launched, with or without gradients."""
-        step, note = self._step, 0
+        step = self._step
         assert step is not None
         if step.ended:
             return
         self._expecting = False
         step.ended = time.perf_counter()
-        step.held = [[entry.parameter.grad is not None for entry in bucket.entries] for bucket in self._buckets]
         while len(step.works) < len(self._buckets):
             bucket = len(step.works)
             for position, entry in enumerate(self._buckets[bucket].entries):
                 if not step.arrived[bucket][position]:
-                    note = _GRADIENT_MISSING
                     self._take(step, bucket, entry)
-            self._launch(step, note)
+            self._launch(step)
 
     def _take(self, step: _Step, bucket: int, entry: Entry) -> None:
         """Bring a gradient into its bucket, unless autograd accumulated it there or the engine reads it where it is.
@@ -298,10 +292,12 @@ class Scheduler:
                     return
             entry.view.copy_(grad.detach())
 
-    def _launch(self, step: _Step, note: int) -> None:
+    def _launch(self, step: _Step) -> None:
         index = len(step.works)
         flat = self._buckets[index].flat
-        launch = self._bucket_launch(step, index, note)
+        if index == len(self._buckets) - 1:
+            self._write_flags(step)
+        launch = self._bucket_launch(step, index)
         step.launches.append(launch)
         step.works.append(
             self._communicator.submit(
@@ -314,7 +310,19 @@ class Scheduler:
             )
         )
 
-    def _bucket_launch(self, step: _Step, index: int, note: int) -> Launch:
+    def _write_flags(self, step: _Step) -> None:
+        """Before the last bucket is launched: which gradients have not arrived here, and which are not there at all.
+
+        In most steps no rank sets a flag; so they are clear already, and stay so.
+        """
+        late = [not arrived for bucket in step.arrived for arrived in bucket]
+        if any(late) or not self._flags_clear:
+            empty = [is_late and e.parameter.grad is None for is_late, e in zip(late, self._entries, strict=True)]
+            flags = self._buckets[-1].flags
+            flags.copy_(flags.new_tensor([late, empty])).mul_(self._communicator.world_size)
+        self._flags_clear = False  # until `_hand_out` sees the other ranks'
+
+    def _bucket_launch(self, step: _Step, index: int) -> Launch:
         flat = self._buckets[index].flat
         return Launch(
             kind="all_reduce",
@@ -327,47 +335,18 @@ class Scheduler:
             wrapper=self._wrapper,
             step=step.number,
             bucket=index,
-            note=note,
         )
 
-    def _count_launch(self, step: _Step, counts: torch.Tensor) -> Launch:
-        """Sums small whole numbers, exactly; it comes after all buckets."""
-        return Launch(
-            kind="all_reduce",
-            algorithm=self._communicator.resolve("auto", counts.nbytes),
-            elements=counts.numel(),
-            dtype=counts.dtype,
-            wire=counts.dtype,
-            wrapper=self._wrapper,
-            step=step.number,
-            bucket=len(self._buckets),
-        )
-
-    def _count_gradients(self, step: _Step) -> list[list[tuple[int, int]]]:
-        """For each entry, on how many ranks its gradient arrived in this step, and how many held one at its end."""
-        pairs = [
-            (float(arrived), float(holds))
-            for arrivals, holdings in zip(step.arrived, step.held, strict=True)
-            for arrived, holds in zip(arrivals, holdings, strict=True)
-        ]
-        counts = torch.tensor(pairs).view(-1)
-        self._communicator.run(self._count_launch(step, counts), counts, timeout=self._config.timeout)
-        summed = iter(counts.view(-1, 2).tolist())
-        return [[(int(a), int(h)) for a, h in (next(summed) for _ in bucket)] for bucket in step.arrived]
-
-    def _hand_out(self, counts: list[list[tuple[int, int]]] | None) -> list[str]:
+    def _hand_out(self) -> list[str]:
         """`.grad` becomes the bucket's average, unless no rank had one. Names the entries that lacked it somewhere."""
-        missing = []
-        everyone = self._communicator.world_size
-        for at, bucket in enumerate(self._buckets):
+        for bucket in self._buckets:
             torch.autograd.graph.increment_version(bucket.flat)
-            for position, entry in enumerate(bucket.entries):
-                arrived, held = (everyone, everyone) if counts is None else counts[at][position]
-                if arrived < everyone:
-                    missing.append(entry.name)
-                if held:
-                    self._set_grad(entry)
-        return missing
+        late, empty = self._buckets[-1].count_flags()
+        self._flags_clear = not any(late)
+        for entry, ranks in zip(self._entries, empty, strict=True):
+            if ranks < self._communicator.world_size:
+                self._set_grad(entry)
+        return [entry.name for entry, ranks in zip(self._entries, late, strict=True) if ranks]
 
     def _set_grad(self, entry: Entry) -> None:
         parameter = entry.parameter

@@ -79,7 +79,7 @@ class TritonEngine:
 
         sources: parts of the tensor that are read elsewhere; only the result is written to `tensor`.
 
-        Returns when all ranks had come, the OR of the ranks' notes, and what the kernels learnt of the results.
+        Returns when all ranks had come, and what the kernels learnt of the results.
 
         Raises MismatchError, with nothing written, if the ranks' launches differ; CollectiveTimeoutError naming rank
         and step if a rank makes no progress for about `timeout` seconds, or PeerLostError if it has ended, and then
@@ -87,7 +87,7 @@ class TritonEngine:
         """
         headers = self._workspace.meet(launching.pack(launch, None), timeout=timeout)
         started = time.perf_counter()
-        _, note = launching.agree(headers)
+        launching.agree(headers)
         region, totals = self._open(timeout)
         squares, unbounded = 0.0, False
         try:
@@ -101,7 +101,7 @@ class TritonEngine:
                 words[self._abort] = 1
             tensor.fill_(math.nan)  # some of it may be reduced, and some not
             raise
-        return Outcome(started, note, squares, unbounded)
+        return Outcome(started, squares, unbounded)
 
     def _run_kernel(
         self, launch: Launch, table: Table, tensor: torch.Tensor, region: Region, totals: Totals, timeout: float

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 import warnings
 import weakref
@@ -14,6 +15,8 @@ from torch import nn
 
 import fusedring
 from fusedring import FusedRingDDP, Work
+from fusedring.buckets import Bucket
+from tests import reference
 from tests.ranks import run_ranks
 
 
@@ -123,6 +126,106 @@ def test_unused_parameters_are_named_alike_on_every_rank():
     texts = run_ranks(2, check_unused)
     assert len(texts[0]) == 1
     assert texts[0] == texts[1]
+
+
+class Assorted(nn.Module):
+    """Parameters of which each forward uses those that it is told, each with a gradient of `factor`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name in ("always", "alone", "nobody", "earlier"):  # the first ones are in the last bucket
+            setattr(self, name, nn.Parameter(torch.zeros(5, dtype=dtype)))
+        self.complex = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, names: list[str], factor: float) -> torch.Tensor:
+        return factor * sum(getattr(self, name).real.sum().double() for name in names)
+
+
+def check_missing_gradients(rank: int, world: int) -> None:
+    """A gradient is the world size on the ranks that have one, so that every mean is a small whole number."""
+    everything = [name for name, _ in Assorted(torch.float32).named_parameters()]
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    algorithms = itertools.cycle(("auto", "ring", "master"))
+    for dtype, wire, cap in itertools.product(dtypes, (None, "fp16", "bf16"), (None, 1e-5)):
+        model = FusedRingDDP(Assorted(dtype), wire_dtype=wire, algorithm=next(algorithms), bucket_cap_mb=cap)
+        skip_a_step_and_go_on(model, rank, world, everything)
+    copied = copy.deepcopy(model)
+    skip_a_step_and_go_on(copied, rank, world, everything)
+    fusedring.close()
+    skip_a_step_and_go_on(copied, rank, world, everything)
+
+
+def skip_a_step_and_go_on(model: FusedRingDDP, rank: int, world: int, everything: list[str]) -> None:
+    parameters = dict(model.module.named_parameters())
+
+    def step(names: list[str]) -> list[str]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model(names, world).backward()
+        return [str(w.message) for w in seen]
+
+    model.zero_grad()
+    with model.no_sync():
+        step(["earlier"] if rank == world - 1 else ["always"])
+    (text,) = step(["always", "alone", "nothing"] if rank == 0 else ["always", "complex"])
+    missing = [name for bucket in model.report().buckets for name in bucket.parameters if name != "always"]
+    assert f"no gradient on some rank for {', '.join(missing)}: it counted" in text
+    assert {name for name, p in parameters.items() if p.grad is None} == {"nobody"}
+    means = {"always": 2 * world - 1, "alone": 1, "earlier": 1, "complex": world - 1, "nothing": 0}
+    for name, mean in means.items():
+        assert (parameters[name].grad == mean).all(), name
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        step(everything)
+    for _ in range(2):  # the first one clears what the last step left
+        model.zero_grad()
+        assert step(everything) == []
+        assert all((p.grad == world).all() for p in parameters.values())
+    (text,) = step(["always"] if rank == 0 else everything)  # the gradients of the last step count where none came
+    assert "no gradient on some rank for" in text
+    for name, parameter in parameters.items():
+        assert (parameter.grad == (2 * world if name == "always" else 2 * world - 1)).all(), name
+    with pytest.raises(RuntimeError, match="Expected to have finished reduction"):
+        step(everything)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_missing_gradients_are_counted_in_every_dtype_and_over_every_wire(world):
+    run_ranks(world, check_missing_gradients)
+
+
+def test_the_flags_of_many_ranks_are_counted_exactly():
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    for dtype, wire in itertools.product(dtypes, (None, torch.float16, torch.bfloat16)):
+        for world, algorithm in ((1, "ring"), (3, "ring"), (49, "ring"), (256, "one_shot")):
+            late = [0, 1, world // 2, world - 1, world]
+            flags = [torch.tensor([world * (rank < n) for n in (*late, *late)], dtype=dtype) for rank in range(world)]
+            counted = reference.all_reduce(flags, algorithm, wire)
+            assert Bucket(counted, [], counted.view(2, -1)).count_flags() == (late, late)
+
+
+def check_failed_step_with_flags(rank: int, world: int) -> None:
+    model = FusedRingDDP(Branches(), timeout=20)
+    if rank == 0:
+        with pytest.raises(fusedring.MismatchError):
+            model(torch.ones(2, 4), True).sum().backward()
+    else:
+        handle = model.module.left.weight.register_hook(lambda g: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 4), True).sum().backward()
+        handle.remove()
+        with pytest.raises(fusedring.MismatchError):
+            model(torch.ones(2, 4), True).sum().backward()
+    model.module.forward = lambda x: model.module.left(x) + model.module.right(x) + model.module.nobody(x)
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(2, 4)).sum().backward()
+    assert all((p.grad == 2).all() for p in model.parameters())
+
+
+def test_flags_of_a_step_that_failed_are_not_counted_in_the_next():
+    run_ranks(2, check_failed_step_with_flags)
 
 
 def check_one_error_each(rank: int, world: int) -> list[str]:
