@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "parity_bytes": "i64",
     "rank": "i32",
     "world": "i32",
-    "polls": "i32",
+    "patience": "i64",
     "scale_bits": "i64",
 }
 """Types of the kernels' arguments. Pointers and byte counts are multiples of 16, as they are at run time."""

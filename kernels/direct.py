@@ -34,7 +34,7 @@ from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, sl
 @triton.jit
 def _hand_to(bits, to, until, row, at, link, span, FULL: tl.constexpr, FORM: tl.constexpr):
     """Store a tile in the row at byte `row` of the regions of ranks `to` .. `until` - 1, but for this rank."""
-    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
+    bases, mine, board, rank, world, slots, pitch, epoch, channel, patience = link
     for receiver in range(to, until):
         if receiver != rank:
             put(slot(tl.load(bases + receiver) + row, at, FORM[0]), bits, span, FULL, FORM[2])
@@ -42,7 +42,7 @@ def _hand_to(bits, to, until, row, at, link, span, FULL: tl.constexpr, FORM: tl.
 
 @triton.jit
 def _post_to(to, until, row, index, link, FORM: tl.constexpr):
-    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
+    bases, mine, board, rank, world, slots, pitch, epoch, channel, patience = link
     for receiver in range(to, until):
         if receiver != rank:
             post(signal(tl.load(bases + receiver), row, index), epoch, FORM[4])
@@ -52,7 +52,7 @@ def _post_to(to, until, row, index, link, FORM: tl.constexpr):
 def _send_tile(tile, origin, bucket, link, to, until, FULL: tl.constexpr, FORM: tl.constexpr):
     source, start, valid, span = tile
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
-    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
+    bases, mine, board, rank, world, slots, pitch, epoch, channel, patience = link
     bits = narrow(own(source, valid, scale, output.dtype.element_ty, FORM[1], FULL, FORM[2]), FORM[0])
     _hand_to(bits, to, until, slots + rank * pitch, start - origin, link, span, FULL, FORM)
 
@@ -63,7 +63,7 @@ def _sum_tile(tile, origin, bucket, link, first, last, to, until, FULL: tl.const
     BLOCK: tl.constexpr = FORM[2]
     source, start, valid, span = tile
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
-    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
+    bases, mine, board, rank, world, slots, pitch, epoch, channel, patience = link
     at = start - origin
     mine_narrow = narrow(own(source, valid, scale, output.dtype.element_ty, FORM[1], FULL, FORM[2]), FORM[0])
     total = tl.zeros((BLOCK,), FORM[1])
@@ -82,7 +82,7 @@ def _sum_tile(tile, origin, bucket, link, first, last, to, until, FULL: tl.const
 def _receive_tile(tile, origin, bucket, link, reducer, FULL: tl.constexpr, FORM: tl.constexpr):
     source, start, valid, span = tile
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
-    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
+    bases, mine, board, rank, world, slots, pitch, epoch, channel, patience = link
     arrivals = slot(mine + slots + (world + reducer) * pitch, start - origin, FORM[0])
     bits = take(arrivals, span, FULL, FORM[2])
     keep(output, start, bits, span, FORM[1], FULL, FORM[2])
@@ -91,7 +91,7 @@ def _receive_tile(tile, origin, bucket, link, reducer, FULL: tl.constexpr, FORM:
 @triton.jit
 def _send(ok, bucket, link, segment, to, until, FORM: tl.constexpr):
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
-    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
+    bases, mine, board, rank, world, slots, pitch, epoch, channel, patience = link
     origin = tl.load(origins + segment)
     for chunk in range(channel, chunks, FORM[3]):
         index = segment * chunks + chunk
@@ -109,7 +109,7 @@ def _send(ok, bucket, link, segment, to, until, FORM: tl.constexpr):
 @triton.jit
 def _sum(ok, bucket, link, segment, first, last, to, until, FORM: tl.constexpr):
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
-    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
+    bases, mine, board, rank, world, slots, pitch, epoch, channel, patience = link
     origin = tl.load(origins + segment)
     squares, unbounded = 0.0, 0
     for chunk in range(channel, chunks, FORM[3]):
@@ -117,7 +117,7 @@ def _sum(ok, bucket, link, segment, first, last, to, until, FORM: tl.constexpr):
         for sender in range(first, last):
             if ok & (sender != rank):
                 arrived = signal(mine, 2 * world + sender, index)
-                ok = wait_for(arrived, epoch, mine, channel, sender, 1, index, polls, FORM[4])
+                ok = wait_for(arrived, epoch, mine, board, channel, sender, 1, index, patience, FORM[4])
         if ok:
             for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
                 tile = read_tile(tiles, number)
@@ -134,13 +134,13 @@ def _sum(ok, bucket, link, segment, first, last, to, until, FORM: tl.constexpr):
 @triton.jit
 def _receive(ok, bucket, link, segment, reducer, FORM: tl.constexpr):
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
-    bases, mine, rank, world, slots, pitch, epoch, channel, polls = link
+    bases, mine, board, rank, world, slots, pitch, epoch, channel, patience = link
     origin = tl.load(origins + segment)
     for chunk in range(channel, chunks, FORM[3]):
         index = segment * chunks + chunk
         if ok:
             arrived = signal(mine, 3 * world + reducer, index)
-            ok = wait_for(arrived, epoch, mine, channel, reducer, 2, index, polls, FORM[4])
+            ok = wait_for(arrived, epoch, mine, board, channel, reducer, 2, index, patience, FORM[4])
         if ok:
             for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
                 tile = read_tile(tiles, number)
@@ -151,7 +151,7 @@ def _receive(ok, bucket, link, segment, reducer, FORM: tl.constexpr):
     return ok
 
 
-@triton.jit(do_not_specialize=["rank", "world", "chunks", "polls", "scale_bits"])
+@triton.jit(do_not_specialize=["rank", "world", "chunks", "patience", "scale_bits"])
 def direct(
     tiles,
     chunk_tiles,
@@ -166,7 +166,7 @@ def direct(
     parity_bytes: tl.int64,
     rank,
     world,
-    polls,
+    patience: tl.int64,
     scale_bits: tl.int64,
     SCATTER: tl.constexpr,
     GATHER: tl.constexpr,
@@ -181,10 +181,12 @@ def direct(
     channel = tl.program_id(0)
     scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(FORM[1])
     mine = tl.load(bases + rank)
-    epoch = begin(mine, channel)
+    board = tl.load(bases + world)
+    epoch = begin(mine, board, channel)
     here = slots + (epoch & 1) * tl.cast(parity_bytes, tl.int64)
     bucket = (tiles, chunk_tiles, origins, output, chunks, scale)
-    link = (bases, mine, rank, world, here, tl.cast(row_bytes, tl.int64), epoch, channel, polls)
+    pitch, patience = tl.cast(row_bytes, tl.int64), tl.cast(patience, tl.int64)
+    link = (bases, mine, board, rank, world, here, pitch, epoch, channel, patience)
     ok = is_aborted(mine) == 0
     s, u = 0.0, 0
     for hop in range(1, world + 1):
@@ -223,10 +225,10 @@ def direct(
     if ok:
         tl.store(squares + channel, s)
         tl.store(unbounded + channel, u)
-        end(mine, channel, epoch)
+        end(mine, board, channel, epoch)
     else:
         poison(tiles, chunk_tiles, output, world, channel, chunks, FORM[3], FORM[2])
-        abort_all(bases, world, FORM[4])
+        abort_all(bases, world, board, channel, FORM[4])
 
 
 def two_shot(

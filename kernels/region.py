@@ -22,9 +22,9 @@ TRITON_DTYPES = {
 class Region:
     """One rank's view of all regions (see signals.py).
 
-    bases: their addresses in this process, int64 (W,), on the device. parity_bytes: size of one of the two sets of
-    slots, a multiple of 256. channels: programs of every launch; always the same number, since each counts its own
-    epochs. platform: INTERPRETER, NVIDIA or AMD of signals.py.
+    bases: their addresses in this process, and that of this rank's board, int64 (W + 1,), on the device. parity_bytes:
+    size of one of the two sets of slots, a multiple of 256. channels: programs of every launch; always the same number,
+    since each counts its own epochs. platform: INTERPRETER, NVIDIA or AMD of signals.py.
     """
 
     bases: torch.Tensor
@@ -51,11 +51,11 @@ class Totals:
 
 
 class How(TypedDict):
-    """wire: dtype that crosses between ranks. scale: factor of every contribution. polls: looks of one wait."""
+    """wire: dtype that crosses between ranks. scale: factor of every contribution. patience: see signals.py."""
 
     wire: torch.dtype
     scale: float
-    polls: int
+    patience: int
 
 
 def slots_byte(world: int) -> int:
@@ -121,7 +121,7 @@ def launch(
         region.parity_bytes,
         region.rank,
         region.world,
-        how["polls"],
+        how["patience"],
         bits_of(how["scale"]),
         **flags,
         FORM=form(output.dtype, how["wire"], region),

@@ -34,7 +34,7 @@ from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, s
 from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
 
-@triton.jit(do_not_specialize=["rank", "world", "chunks", "polls", "scale_bits"])
+@triton.jit(do_not_specialize=["rank", "world", "chunks", "patience", "scale_bits"])
 def ring(
     tiles,
     chunk_tiles,
@@ -49,7 +49,7 @@ def ring(
     parity_bytes: tl.int64,
     rank,
     world,
-    polls,
+    patience: tl.int64,
     scale_bits: tl.int64,
     SCATTER: tl.constexpr,
     GATHER: tl.constexpr,
@@ -58,19 +58,21 @@ def ring(
     """Reduce-scatter (SCATTER), all-gather (GATHER) or both, over the tiles of a bucket.
 
     tiles, chunk_tiles, origins: see tiles.py. output: where finished values go, of the bucket's dtype. bases: addresses
-    of the regions, int64 (W,). squares: float32 (CHANNELS,), unbounded: int32 (CHANNELS,): of the values that this rank
-    completed. row_bytes: distance between rows of slots; slots: where they begin in a region; parity_bytes: distance
-    between the two sets. scale_bits: the bits of a float64. FORM: wire dtype, accumulate dtype, BLOCK, CHANNELS and
-    PLATFORM (see signals.py).
+    of the regions and of the own board, int64 (W + 1,). squares: float32 (CHANNELS,), unbounded: int32 (CHANNELS,): of
+    the values that this rank completed. row_bytes: distance between rows of slots; slots: where they begin in a region;
+    parity_bytes: distance between the two sets. scale_bits: the bits of a float64. FORM: wire dtype, accumulate dtype,
+    BLOCK, CHANNELS and PLATFORM (see signals.py).
     """
     channel = tl.program_id(0)
     scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(FORM[1])
     mine, theirs = tl.load(bases + rank), tl.load(bases + (rank + 1) % world)
     previous = (rank + world - 1) % world
-    epoch = begin(mine, channel)
+    board = tl.load(bases + world)
+    epoch = begin(mine, board, channel)
     here = slots + (epoch & 1) * tl.cast(parity_bytes, tl.int64)
     bucket = (tiles, chunk_tiles, origins, output, chunks, scale)
-    link = (mine, theirs, previous, here, tl.cast(row_bytes, tl.int64), epoch, channel, polls)
+    pitch, patience = tl.cast(row_bytes, tl.int64), tl.cast(patience, tl.int64)
+    link = (mine, board, theirs, previous, here, pitch, epoch, channel, patience)
     complete = (rank + 1) % world
     hops = world - 1
     ok = is_aborted(mine) == 0
@@ -93,10 +95,10 @@ def ring(
     if ok:
         tl.store(squares + channel, s)
         tl.store(unbounded + channel, u)
-        end(mine, channel, epoch)
+        end(mine, board, channel, epoch)
     else:
         poison(tiles, chunk_tiles, output, world, channel, chunks, FORM[3], FORM[2])
-        abort_all(bases, world, FORM[4])
+        abort_all(bases, world, board, channel, FORM[4])
 
 
 def ring_all_reduce(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
@@ -187,7 +189,7 @@ def _step(
 ):
     """One step of the ring in one channel: wait, pass, post, chunk by chunk. After a failed wait nothing more."""
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
-    mine, theirs, previous, slots, row_bytes, epoch, channel, polls = link
+    mine, board, theirs, previous, slots, row_bytes, epoch, channel, patience = link
     squares, unbounded = 0.0, 0
     arrivals = mine + slots + row_in * row_bytes
     departures = theirs + slots + row_out * row_bytes
@@ -196,7 +198,7 @@ def _step(
         if RECEIVE:
             if ok:
                 arrived = signal(mine, row_in, chunk)
-                ok = wait_for(arrived, epoch, mine, channel, previous, row_in + 1, chunk, polls, FORM[4])
+                ok = wait_for(arrived, epoch, mine, board, channel, previous, row_in + 1, chunk, patience, FORM[4])
         if ok:
             first = tl.load(chunk_tiles + segment * chunks + chunk)
             last = tl.load(chunk_tiles + segment * chunks + chunk + 1)

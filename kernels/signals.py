@@ -1,7 +1,8 @@
 """Signals between ranks: words in the reader's memory that hold epoch numbers, and the rules for touching them.
 
-A *region* is what one rank lends its peers: first 32-bit words (abort, status, epochs, signals), then slots for data.
-Every rank has mapped every region; `bases[r]` is the address of rank r's.
+A *region* is what one rank lends its peers: first 32-bit words (abort, epochs, signals), then slots for data. Every
+rank has mapped every region; `bases[r]` is the address of rank r's. A rank's *board* is a page of host memory on which
+its kernels leave word for the hosts of all ranks, and its host for its kernels; `bases[W]` is the own one's address.
 
 Memory order, stated once and used everywhere:
 
@@ -18,24 +19,39 @@ A signal is never reset. A program (channel) counts its launches in its own epoc
 that have reached e. The comparison is of the difference, so that it survives the wrap from 2^31-1 to -2^31, for words
 that were posted within the last 2^31 epochs.
 
-Time. A wait ends after `polls` looks, or when a peer has raised this rank's abort word. Then the program writes what it
-waited for into its status words, raises every peer's abort word, fills its part of the output with NaN and leaves.
-Status and abort are sticky: later launches leave at once, until the host closes the workspace. Nothing traps.
+Time. A wait ends after `patience` (nanoseconds on a GPU, looks under the interpreter), or when a peer has raised this
+rank's abort word, or the host its stop word. Then the program leaves word of what it waited for on the board, raises
+every peer's abort word, fills its part of the output with NaN and leaves. Both are sticky: later launches leave at
+once, until the host closes the workspace. Nothing traps.
+
+A board lies behind PCIe, so only a wait that has lasted for `PROMPT` looks at its stop word, and shows there what it
+waits for; a host can then tell whether that rank still lives.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
+from triton.language.extra.hip import memrealtime
 
-# The words of a region: abort, eight status words and one epoch word per channel, then SIGNAL_ROW signals for each row.
-# Rows 0 .. 2(W-1)-1 belong to the ring's steps, rows 2W .. 4W-1 to the direct algorithms, so that a signal keeps its
-# writer.
+# The words of a region: abort, one epoch word per channel, then SIGNAL_ROW signals for each row. Rows 0 .. 2(W-1)-1
+# belong to the ring's steps, rows 2W .. 4W-1 to the direct algorithms, so that a signal keeps its writer.
 ABORT = tl.constexpr(0)
-STATUS = tl.constexpr(16)
-EPOCHS = tl.constexpr(272)
-SIGNALS = tl.constexpr(512)
+EPOCHS = tl.constexpr(16)
+SIGNALS = tl.constexpr(256)
 SIGNAL_ROW = tl.constexpr(1024)
-STATUS_WORDS = tl.constexpr(8)
-MOST_CHANNELS = 32
+MOST_CHANNELS = 128
+
+# The words of a board: stop, then a notice for each channel. Of a notice: what a wait that failed was for (code,
+# awaited rank, step, chunk, epoch), what one that lasts is for (awaited rank + 1, step, chunk), the epochs of the last
+# launch that began and of the last that ended.
+STOP = tl.constexpr(0)
+NOTICES = tl.constexpr(16)
+NOTICE_WORDS = tl.constexpr(16)
+FAILED = tl.constexpr(0)
+WAITING = tl.constexpr(5)
+BEGUN = tl.constexpr(8)
+ENDED = tl.constexpr(9)
+BOARD_BYTES = 4 * (16 + 16 * MOST_CHANNELS)
 
 INTERPRETER = tl.constexpr(0)
 NVIDIA = tl.constexpr(1)
@@ -43,6 +59,9 @@ AMD = tl.constexpr(2)
 
 TIMED_OUT = tl.constexpr(1)
 ABORTED = tl.constexpr(2)
+
+PROMPT = tl.constexpr(1_000_000)
+"""Nanoseconds: several times what a chunk takes on the slowest link."""
 
 _RELEASE = tl.constexpr(
     """
@@ -87,72 +106,106 @@ def post(pointer, epoch, PLATFORM: tl.constexpr):
 
 
 @triton.jit
-def wait(pointer, epoch, base, polls):
-    """WAIT until the signal has reached `epoch`. False if it did not within `polls` looks, or this rank was aborted."""
-    late = tl.atomic_add(pointer, 0, sem="acquire", scope="sys") - epoch
-    left = polls
-    while (late < 0) & (left > 0):
-        left = tl.where(is_aborted(base), 0, left - 1)
-        late = tl.atomic_add(pointer, 0, sem="acquire", scope="sys") - epoch
+def notice(board, channel, index):
+    """Pointer to word `index` of a channel's notice on the board at address `board` (int64)."""
+    return word(board, NOTICES + channel * NOTICE_WORDS + index)
+
+
+@triton.jit
+def look_at(pointer):
+    """The word at `pointer`; what its writer stored before is visible afterwards."""
+    return tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def wait_for(pointer, epoch, base, board, channel, awaited, step, chunk, patience, PLATFORM: tl.constexpr):
+    """WAIT until the signal has reached `epoch`. If it does not, or this rank is to give up: False, and word of it."""
+    late = look_at(pointer) - epoch
+    if late < 0:
+        started = clock(PLATFORM)
+        waited = tl.full((), 0, tl.int64)
+        shown = 0
+        while (late < 0) & (waited < patience):
+            give_up = is_aborted(base)
+            if (waited >= PROMPT) | (PLATFORM == INTERPRETER):
+                if shown == 0:
+                    tl.store(notice(board, channel, WAITING + 1), step)
+                    tl.store(notice(board, channel, WAITING + 2), chunk)
+                    tl.store(notice(board, channel, WAITING), awaited + 1)
+                    shown = 1
+                give_up = give_up | (look_at(word(board, STOP)) != 0)
+            passed = clock(PLATFORM) - started if PLATFORM != INTERPRETER else waited + 1
+            waited = tl.where(give_up, patience, passed)
+            late = look_at(pointer) - epoch
+        if shown != 0:
+            tl.store(notice(board, channel, WAITING), 0)
+        if late < 0:
+            report(base, board, channel, awaited, step, chunk, epoch, PLATFORM)
     return late >= 0
 
 
 @triton.jit
-def wait_for(pointer, epoch, base, channel, awaited, step, chunk, polls, PLATFORM: tl.constexpr):
-    """`wait`, and word of it if it fails. Under the interpreter the host can see meanwhile what is waited for."""
-    status = word(base, STATUS + channel * STATUS_WORDS)
-    if PLATFORM == INTERPRETER:
-        tl.store(status + 6, step)
-        tl.store(status + 7, chunk)
-        tl.store(status + 5, awaited + 1)
-    ok = wait(pointer, epoch, base, polls)
-    if PLATFORM == INTERPRETER:
-        tl.store(status + 5, 0)
-    if not ok:
-        report(base, channel, awaited, step, chunk, epoch, PLATFORM)
-    return ok
+def clock(PLATFORM: tl.constexpr):
+    """Nanoseconds since some time; 0 where there is no clock."""
+    if PLATFORM == NVIDIA:
+        now = globaltimer()
+    elif PLATFORM == AMD:
+        now = 10 * memrealtime()  # it ticks at 100 MHz
+    else:
+        now = tl.full((), 0, tl.int64)
+    return now
 
 
 @triton.jit
 def is_aborted(base):
     """Whether a peer, or an earlier launch of this rank, has given up."""
-    return tl.atomic_add(word(base, ABORT), 0, sem="acquire", scope="sys") != 0
+    return look_at(word(base, ABORT)) != 0
 
 
 @triton.jit
-def begin(base, channel):
+def begin(base, board, channel):
     """The epoch of this launch in this channel."""
-    return tl.load(word(base, EPOCHS + channel)) + 1
+    epoch = tl.load(word(base, EPOCHS + channel)) + 1
+    tl.store(notice(board, channel, BEGUN), epoch)
+    return epoch
 
 
 @triton.jit
-def end(base, channel, epoch):
+def end(base, board, channel, epoch):
     """The launch has done its work: count it."""
     tl.store(word(base, EPOCHS + channel), epoch)
+    tl.store(notice(board, channel, ENDED), epoch)
 
 
 @triton.jit
-def report(base, channel, awaited, step, chunk, epoch, PLATFORM: tl.constexpr):
+def report(base, board, channel, awaited, step, chunk, epoch, PLATFORM: tl.constexpr):
     """Leave word of a wait that failed: for which rank, at which step, for which chunk. The first report stays."""
-    status = word(base, STATUS + channel * STATUS_WORDS)
-    if tl.load(status) == 0:
-        tl.store(status + 1, awaited)
-        tl.store(status + 2, step)
-        tl.store(status + 3, chunk)
-        tl.store(status + 4, epoch)
-        post(status, tl.where(is_aborted(base), ABORTED, TIMED_OUT), PLATFORM)
+    failed = notice(board, channel, FAILED)
+    if tl.load(failed) == 0:
+        tl.store(failed + 1, awaited)
+        tl.store(failed + 2, step)
+        tl.store(failed + 3, chunk)
+        tl.store(failed + 4, epoch)
+        stopped = is_aborted(base) | (look_at(word(board, STOP)) != 0)
+        post(failed, tl.where(stopped, ABORTED, TIMED_OUT), PLATFORM)
 
 
 @triton.jit
-def abort_all(bases, world, PLATFORM: tl.constexpr):
-    """Raise the abort word of every rank, this one included."""
+def abort_all(bases, world, board, channel, PLATFORM: tl.constexpr):
+    """Raise the abort word of every rank, this one included. A launch that never waited says just that it left."""
+    failed = notice(board, channel, FAILED)
+    if tl.load(failed) == 0:
+        tl.store(failed + 1, -1)
+        post(failed, tl.full((), ABORTED, tl.int32), PLATFORM)
     for other in range(world):
         # Several ranks may raise one word, but always to the same value, so a store does.
         post(word(tl.load(bases + other), ABORT), tl.full((), 1, tl.int32), PLATFORM)
 
 
 @triton.jit
-def look(word_address: tl.int64, polls):
-    """Wait in vain, to see how long a look takes. `word_address` is that of a word which is 0; so is the next one."""
-    address = tl.cast(word_address, tl.int64)
-    wait(word(address, 1), 1, address, polls)
+def wait_in_vain(words: tl.int64, board: tl.int64, looks: tl.int64):
+    """To see how long a look takes under the interpreter. Both are addresses of zeroed memory."""
+    region = tl.cast(words, tl.int64)
+    wait_for(
+        word(region, SIGNALS), 1, region, tl.cast(board, tl.int64), 0, 0, 0, 0, tl.cast(looks, tl.int64), INTERPRETER
+    )

@@ -21,7 +21,7 @@ output; where that is not so, tiles are cut 16 elements shorter, and so never ta
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,11 @@ def block_of(wire: torch.dtype) -> int:
     return 512 if wire == torch.float64 else 2048
 
 
+def write_now(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Give `target` these values."""
+    target.copy_(values)
+
+
 @dataclass(frozen=True)
 class Run:
     """Elements [start, start + source.numel()) of a bucket are read from `source`, a contiguous tensor."""
@@ -59,7 +64,8 @@ class Table:
 
     segments: element ranges in the order of their number; they need not be in the order of the bucket. runs: in the
     order of the bucket, covering all segments; what lies between the end of one and the start of the next is padding.
-    origins: for each segment, the element of the bucket that lies first in a row of slots.
+    origins: for each segment, the element of the bucket that lies first in a row of slots. write(target, values): how
+    values reach the device, before any kernel that is launched afterwards.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Table:
         *,
         chunk_elements: int,
         block: int,
+        write: Callable[[torch.Tensor, torch.Tensor], None] = write_now,
     ) -> None:
         longest = max(stop - start for start, stop in segments)
         self.chunks = max(1, -(-longest // chunk_elements))
@@ -94,22 +101,25 @@ class Table:
                     rows.append((index, at, valid, span))
                     at += span
                 chunk_tiles.append(len(rows))
-        device = output.device
-        self.tiles = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
-        self._runs = self.tiles[:, 0].clone()
+        self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+        self._runs = self._rows[:, 0].clone()
         size = output.element_size()
-        self._offsets = (self.tiles[:, 1] - torch.tensor(starts)[self._runs]) * size
-        self.tiles = self.tiles.to(device)
-        self.chunk_tiles = torch.tensor(chunk_tiles, dtype=torch.int32, device=device)
-        self.origins = torch.tensor(origins, dtype=torch.int64, device=device)
+        self._offsets = (self._rows[:, 1] - torch.tensor(starts)[self._runs]) * size
+        counts, firsts = torch.tensor(chunk_tiles, dtype=torch.int32), torch.tensor(origins, dtype=torch.int64)
+        self.tiles, self.chunk_tiles, self.origins = (
+            torch.empty_like(values, device=output.device) for values in (self._rows, counts, firsts)
+        )
+        write(self.chunk_tiles, counts)
+        write(self.origins, firsts)
         self._addresses: tuple[int, ...] = ()
-        self.point_at(runs)
+        self.point_at(runs, write)
 
-    def point_at(self, runs: Sequence[Run]) -> None:
+    def point_at(self, runs: Sequence[Run], write: Callable[[torch.Tensor, torch.Tensor], None] = write_now) -> None:
         """Read from these runs from now on: laid out and aligned as those that the table was made for."""
         addresses = tuple(run.source.data_ptr() for run in runs)
         if addresses != self._addresses:
-            self.tiles[:, 0] = torch.tensor(addresses)[self._runs] + self._offsets
+            self._rows[:, 0] = torch.tensor(addresses)[self._runs] + self._offsets
+            write(self.tiles, self._rows)
             self._addresses = addresses
 
 

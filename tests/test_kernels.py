@@ -157,20 +157,20 @@ def test_tensors_larger_than_the_slots():
 def check_stopped_rank(rank: int, world: int, algorithm: str) -> str:
     """One rank announces the launch and then never runs its kernel."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring.triton_engine import TritonEngine
+    from fusedring import triton_engine
 
     x = torch.full((5000,), float(rank))
     fusedring.all_reduce(x, engine="triton", algorithm=algorithm, op="sum")
     if rank == 1:
 
-        def stop(self, launch):
+        def stop(launch):
             time.sleep(6)
             raise ZeroDivisionError
 
-        real, TritonEngine._kernel = TritonEngine._kernel, stop
+        real, triton_engine.kernel_for = triton_engine.kernel_for, stop
         with pytest.raises(ZeroDivisionError):
             fusedring.all_reduce(x, engine="triton", algorithm=algorithm, timeout=1)
-        TritonEngine._kernel = real
+        triton_engine.kernel_for = real
         text = ""
     else:
         with pytest.raises(fusedring.FusedRingError) as raised:
@@ -198,13 +198,13 @@ def test_a_rank_that_stops_half_way_is_named_with_the_step(algorithm):
 
 def check_killed_in_kernel(rank: int, world: int) -> str:
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring.triton_engine import TritonEngine
+    from fusedring import triton_engine
 
     x = torch.full((5000,), float(rank))
     fusedring.all_reduce(x, engine="triton", algorithm="ring")
     torch.distributed.barrier()
     if rank == 1:
-        TritonEngine._kernel = lambda self, launch: os.kill(os.getpid(), 9)
+        triton_engine.kernel_for = lambda launch: os.kill(os.getpid(), 9)
     started = time.monotonic()
     with pytest.raises(fusedring.PeerLostError) as raised:
         fusedring.all_reduce(x, engine="triton", algorithm="ring", timeout=60)
@@ -355,7 +355,7 @@ def check_wrap(rank: int, world: int) -> None:
         assert (x == 1).all()
 
     reduce("ring")
-    words = communicator_of()._engines["triton"]._memory.view(torch.int32)
+    words = communicator_of()._engines["triton"]._opened._regions[rank].view(torch.int32)
     torch.distributed.barrier()
     words[EPOCHS.value : slots_byte(world) // 4] = 2**31 - 3
     torch.distributed.barrier()

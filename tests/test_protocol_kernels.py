@@ -128,7 +128,7 @@ def modelled(program: Program, epoch: int, rows: int, places: int) -> list[Touch
 def compare(launch: Launch, channels: int) -> None:
     from fusedring.kernels import direct, ring
     from fusedring.kernels.region import Region, Totals, region_bytes, row_bytes, slots_byte
-    from fusedring.kernels.signals import SIGNALS
+    from fusedring.kernels.signals import BOARD_BYTES, SIGNALS
     from fusedring.kernels.tiles import Run, Table
 
     world, algorithm = len(launch.chunks), launch.algorithm
@@ -141,7 +141,8 @@ def compare(launch: Launch, channels: int) -> None:
     output = torch.zeros(max(1, edges[-1]))
     parity = 256 * 64 * world
     regions = [torch.zeros(region_bytes(world, parity), dtype=torch.uint8) for _ in range(world)]
-    bases = torch.tensor([region.data_ptr() for region in regions])
+    board = torch.zeros(BOARD_BYTES, dtype=torch.uint8)
+    bases = torch.tensor([*(region.data_ptr() for region in regions), board.data_ptr()])
     rows = ring.ring_rows(world) if algorithm == "ring" else direct.direct_rows(algorithm, world)
     places = world * chunks if whole_rows else chunks
     start = slots_byte(world)
@@ -164,7 +165,7 @@ def compare(launch: Launch, channels: int) -> None:
             for memory in regions:  # all peers have come, and more
                 memory.view(torch.int32)[SIGNALS.value : start // 4] = 99
             with Recording(regions, start) as recording:
-                run(table, output, region, totals, wire=torch.float32, scale=1.0, polls=3, **halves)
+                run(table, output, region, totals, wire=torch.float32, scale=1.0, patience=3, **halves)
             got = touches(recording.raw, epoch, start, parity, row_bytes(region, rows))
             mine = model[rank * channels : (rank + 1) * channels]
             want = [touch for program in mine for touch in modelled(program, epoch, rows, places)]

@@ -41,7 +41,7 @@ def launch_cost(*, elements: int, tensors: int, repeats: int = 200) -> LaunchCos
 
     def prepare(sources: list[Source]) -> float:
         start = time.perf_counter()
-        engine.prepare(launch, flat, sources)
+        engine.windows.of(launch, flat, sources)
         return 1e6 * (time.perf_counter() - start)
 
     prepare(sets[0])
@@ -49,6 +49,6 @@ def launch_cost(*, elements: int, tensors: int, repeats: int = 200) -> LaunchCos
     moved = [prepare(sets[turn % 2]) for turn in range(1, repeats)]
     built = []
     for _ in range(5):
-        engine._prepared.clear()
+        engine.windows.forget()
         built.append(prepare(sets[0]))
     return LaunchCost(tensors, 4 * elements, *map(statistics.median, (unchanged, moved, built)))
