@@ -58,12 +58,13 @@ class Bucket:
     entries: list[Entry]
     flags: torch.Tensor
 
-    def count_flags(self) -> tuple[list[int], list[int]]:
-        """After averaging: on how many ranks each entry was late, and on how many empty."""
-        # W * (1 / W) is 1 up to float32's rounding, which a 16-bit wire rounds away; and fp16 holds the whole numbers
-        # to 2048, bf16 those to 256. So the nearest whole number is the count.
-        late, empty = self.flags.float().round().int().tolist()
-        return late, empty
+
+def count(flags: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Of averaged flags: on how many ranks each entry was late, and on how many empty."""
+    # W * (1 / W) is 1 up to float32's rounding, which a 16-bit wire rounds away; and fp16 holds the whole numbers
+    # to 2048, bf16 those to 256. So the nearest whole number is the count.
+    late, empty = flags.float().round().int().tolist()
+    return late, empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,10 @@ def empty(
     dtype = dtype or torch.get_default_dtype()
     check_dtype(dtype)
     check_timeout(timeout)
-    check_engine("auto", torch.device(device))
-    memory = communicator_of(group, timeout=timeout).allocate(math.prod(shape) * dtype.itemsize, timeout=timeout)
+    device = torch.device(device)
+    check_engine("auto", device)
+    communicator = communicator_of(group, timeout=timeout)
+    memory = communicator.allocate(math.prod(shape) * dtype.itemsize, device, timeout=timeout)
     return memory.view(dtype).view(shape)
 
 
@@ -168,14 +170,15 @@ def _collective(
     check_engine(config.engine, tensor.device)
     scale_factor(op, scale, 1, tensor.dtype)
     communicator = communicator_of(group, timeout=config.timeout)
+    engine = communicator.resolve_engine(config.engine, tensor.device, timeout=config.timeout)
     launch = Launch(
         kind,
-        communicator.resolve(config.algorithm, tensor.nbytes),
+        communicator.resolve(config.algorithm, tensor.nbytes, tensor.device),
         tensor.numel(),
         tensor.dtype,
         config.wire or tensor.dtype,
         scale_factor(op, scale, communicator.world_size, tensor.dtype),
-        communicator.resolve_engine(config.engine),
+        engine,
     )
     flat = tensor.detach().view(-1)
     result = tensor

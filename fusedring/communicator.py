@@ -1,8 +1,9 @@
-"""One process group's workspace and engine, and the order in which it launches.
+"""One process group's workspace and engines, and the order in which it launches.
 
 Everything that a group does together goes through its communicator, one task at a time, in the order in which the
 program asked. A task that nobody waits for yet runs on the communicator's thread, which the first such task starts; one
-that is waited for runs in the calling thread, unless others are queued before it.
+that is waited for runs in the calling thread, unless others are queued before it. A launch on a GPU is started in the
+calling thread, and does not take long.
 """
 
 from __future__ import annotations
@@ -16,16 +17,22 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fusedring import launch as launching
 from fusedring.config import check_timeout
+from fusedring.cuda_engine import CHANNELS, PARITY_BYTES, Backend, CudaEngine, Kernels, Pending
+from fusedring.cuda_workspace import Alone, Pages, Peers, Pinned, Way, lend
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError
+from fusedring.gpu import Cuda, Gpu, Stream
 from fusedring.host_engine import HostEngine
 from fusedring.launch import Launch, Outcome, Source
+from fusedring.log import logger
 from fusedring.rendezvous import Rendezvous, group_timeout
 from fusedring.shm_workspace import ShmWorkspace
 from fusedring.tracing import COMMUNICATION, Track, recording
@@ -33,6 +40,9 @@ from fusedring.triton_engine import TritonEngine
 
 ONE_SHOT_BYTES = 32 << 10
 """Up to this tensor size 'auto' means one_shot, above it two_shot (see benchmarks/collectives.py)."""
+
+ONE_SHOT_BYTES_ON_GPUS = 256 << 10
+"""The same between GPUs: where torch's own selector changes (IntraNodeComm). Not measured here."""
 
 
 @dataclass(slots=True)
@@ -90,6 +100,54 @@ class Work:
         return self._ended
 
 
+class GpuWork(Work):
+    """A collective on a GPU: `wait` makes the current stream wait, not the host."""
+
+    def __init__(self, tensor: torch.Tensor, label: str, engine: CudaEngine) -> None:
+        super().__init__(tensor, label)
+        self._engine = engine
+
+    def is_completed(self) -> bool:
+        """Whether the GPU is through with it, well or not."""
+        return self._error is not None or self._engine.gpu.has_passed(self.pending.done)
+
+    def wait(self, timeout: float | timedelta | None = None) -> bool:
+        """What the current stream is given from now on runs after it. With a timeout the host waits, too.
+
+        Raises what is known by now to have gone wrong, in this collective or an earlier one.
+        """
+        if isinstance(timeout, timedelta):
+            timeout = timeout.total_seconds()
+        check_timeout(timeout)
+        if self._error is not None:
+            raise self._error
+        if timeout is not None and not self._passes_within(timeout):
+            raise CollectiveTimeoutError(
+                f"{self._label} has not ended after {timeout:g} s; it goes on: wait again, or with a longer timeout"
+            )
+        self._engine.join(self.pending, self._label)
+        return True
+
+    @property
+    def started(self) -> bool:
+        """Whether it was given to the GPU: not, if an earlier failure was known."""
+        return isinstance(self._value, Pending)
+
+    @property
+    def pending(self) -> Pending:
+        """Its events on the GPU, if it was started."""
+        assert isinstance(self._value, Pending)
+        return self._value
+
+    def _passes_within(self, timeout: float) -> bool:
+        deadline = time.monotonic() + timeout
+        while not self._engine.gpu.has_passed(self.pending.done):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0005)
+        return True
+
+
 class _Profiled:
     """A span in torch's profiler, which records the thread that launches and not the communicator's own."""
 
@@ -126,6 +184,9 @@ class Communicator:
             "host": HostEngine(self._workspace),
             "triton": TritonEngine(self._workspace),
         }
+        self._group = group
+        self._on_gpus: dict[torch.device, CudaEngine] = {}
+        self._channels: dict[torch.device, int] = {}
         self._track = Track(COMMUNICATION)
         self._turn = threading.Lock()
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
@@ -142,11 +203,16 @@ class Communicator:
             raise
         self._one_shot_bytes = int(tables[0])
 
-    def resolve(self, algorithm: str, nbytes: int) -> str:
-        """`algorithm`, or what 'auto' stands for with a tensor of `nbytes` bytes."""
+    def resolve(self, algorithm: str, nbytes: int, device: torch.device) -> str:
+        """`algorithm`, or what 'auto' stands for with a tensor of `nbytes` bytes on `device`."""
         if algorithm != "auto":
             return algorithm
-        return "one_shot" if nbytes <= self._one_shot_bytes else "two_shot"
+        if device not in self._on_gpus:
+            return "one_shot" if nbytes <= self._one_shot_bytes else "two_shot"
+        if nbytes <= ONE_SHOT_BYTES_ON_GPUS:
+            return "one_shot"
+        # Both move the same bytes, two_shot in fewer steps; but where links are shared it meets itself on them.
+        return "two_shot" if self.world_size <= 2 or self._on_gpus[device].full_mesh else "ring"
 
     def number_wrapper(self) -> int:
         """A number for one more wrapper; the same on all ranks if they make their wrappers in the same order."""
@@ -160,19 +226,87 @@ class Communicator:
         )
         return values
 
-    def resolve_engine(self, engine: str) -> str:
-        """`engine`, or what 'auto' stands for."""
-        return "host" if engine == "auto" else engine
+    def resolve_engine(
+        self, engine: str, device: torch.device, *, channels: int | None = None, timeout: float | None = None
+    ) -> str:
+        """`engine`, or what 'auto' stands for on `device`. For the first tensor on a GPU, open it (collective).
 
-    def allocate(self, nbytes: int, *, timeout: float | None) -> torch.Tensor:
-        """`nbytes` bytes of workspace at every rank, as uint8 (collective)."""
+        Raises FusedRingError if the GPU was opened with another number of channels, or if 'triton' was asked for and
+        kernels cannot run on all ranks.
+        """
+        if device.type == "cpu" and device not in self._on_gpus:
+            return "host" if engine == "auto" else engine
+        if device not in self._on_gpus:
+            limit = timeout or self.default_timeout
+            self._in_order(lambda: self._open_gpu(Cuda(device), channels or CHANNELS, limit))
+        if channels not in (None, self._channels[device]):
+            raise FusedRingError(
+                f"{device} was opened with {self._channels[device]} channels, and now {channels} were asked for: call "
+                "fusedring.close() on all ranks first, or ask for the same"
+            )
+        if engine == "triton" and isinstance(self._on_gpus[device].executor, Backend):
+            raise FusedRingError(
+                f"engine 'triton' cannot run on {device}, only {self._on_gpus[device].executor.name} can (see the log "
+                "for the reasons): use engine='auto'"
+            )
+        return "triton"
+
+    def gpu_engine(self, device: torch.device) -> CudaEngine | None:
+        """What starts launches on `device`; None where the host engine or the interpreter runs them."""
+        return self._on_gpus.get(device)
+
+    def _open_gpu(self, gpu: Gpu, channels: int, limit: float) -> None:
+        """Find out how kernels of all ranks reach each other's memory (collective)."""
+        request = Launch("open", "ring", channels, torch.float32, torch.float32, engine="triton")
+        launching.agree(self._workspace.meet(launching.pack(request, None), timeout=limit))
+        exchange = partial(self._rendezvous.exchange, timeout=limit)
+        pages = Pages(self._workspace, channels, limit)
+        ways: list[Way] = [Alone(gpu)]
+        if self.world_size > 1:
+            assert self._group is not None
+            ways = [Peers(gpu, self._group), Pinned(gpu, self._workspace, limit)]
+        lent = lend(
+            gpu,
+            self._workspace,
+            pages,
+            ways,
+            lambda text, purpose: exchange(text, purpose=purpose),
+            channels=channels,
+            parity_bytes=PARITY_BYTES,
+        )
+        executor: Kernels | Backend
+        full_mesh = False
+        if isinstance(lent, list):
+            if self._group is None:
+                raise FusedRingError(f"kernels cannot run on {gpu.device}: {'; '.join(lent)}")
+            executor = Backend(gpu, self._group, pages.ledger)
+            logger.warning(
+                "%s: reducing with %s, whose bits differ from those of fusedring's kernels, since %s",
+                gpu.device,
+                executor.name,
+                "; ".join(lent),
+            )
+        else:
+            executor, full_mesh = Kernels(gpu, lent), lent.full_mesh
+            why_not = f" ({'; '.join(lent.why_not)})" if lent.why_not else ""
+            logger.info("%s: %s, %d channels%s", gpu.device, executor.name, channels, why_not)
+        self._on_gpus[gpu.device] = CudaEngine(gpu, self._workspace, executor, full_mesh=full_mesh)
+        self._channels[gpu.device] = channels
+
+    def allocate(self, nbytes: int, device: torch.device, *, timeout: float | None) -> torch.Tensor:
+        """`nbytes` bytes at every rank, as uint8 (collective): of the workspace, or on a GPU, which needs no such."""
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
         limit = timeout or self.default_timeout
         memory: torch.Tensor = self._in_order(lambda: self._workspace.allocate(nbytes, timeout=limit))
         return memory
 
     def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float | None) -> None:
-        """Execute `launch` on the flat `tensor` and return when it has ended."""
+        """Execute `launch` on the flat `tensor` and return when it has ended; on a GPU, when that is ordered."""
         limit = timeout or self.default_timeout
+        if tensor.device in self._on_gpus:
+            self.submit(launch, tensor, result=tensor, timeout=timeout).wait()
+            return
         with torch.autograd.profiler.record_function(launch.label):
             self._in_order(lambda: self._execute(launch, tensor, (), limit))
 
@@ -185,29 +319,36 @@ class Communicator:
         timeout: float | None,
         sources: Sequence[Source] = (),
         batch: Batch | None = None,
+        after: Sequence[Stream] = (),
     ) -> Work:
         """Queue `launch` on the flat `tensor`; the Work gives `result`.
 
-        sources: what an engine that reads in place reads elsewhere than in `tensor`.
+        sources: what an engine that reads in place reads elsewhere than in `tensor`. after: on a GPU, the streams that
+        produce what is read.
         """
         limit, work = timeout or self.default_timeout, Work(result, launch.label)
         self._check_open()
+        engine = self._on_gpus.get(tensor.device)
+        if engine is not None:
+            work = GpuWork(result, launch.label, engine)
+            start = partial(engine.start, launch, tensor, timeout=limit, sources=sources, after=after)
+            self._run_here(launch, start, work, batch or Batch())
+            return work
         if launch.engine == "triton":
-            self._launch_here(launch, tensor, sources, limit, work, batch or Batch())
+            # In another thread, Triton's interpreter would meet the caller's own kernels.
+            self._run_here(launch, lambda: self._execute(launch, tensor, sources, limit), work, batch or Batch())
             return work
         profiled = _Profiled(launch.label) if torch._C._autograd._profiler_enabled() else None
         self._enqueue(_Task(lambda: self._execute(launch, tensor, sources, limit), work, batch or Batch(), profiled))
         return work
 
-    def _launch_here(
-        self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], limit: float, work: Work, batch: Batch
-    ) -> None:
-        """Run a launch in the calling thread: in another one, Triton's interpreter would meet the caller's kernels."""
+    def _run_here(self, launch: Launch, act: Callable[[], Any], work: Work, batch: Batch) -> None:
+        """Run or start a launch in the calling thread."""
         try:
             if batch.error is not None:
                 raise batch.error
             with torch.autograd.profiler.record_function(launch.label):
-                work._value = self._in_order(lambda: self._execute(launch, tensor, sources, limit))
+                work._value = self._in_order(act)
         except Exception as error:  # raised by wait()
             work._error = batch.error = error
         work._ended = time.perf_counter()
@@ -230,12 +371,19 @@ class Communicator:
             self._tasks.put(None)
             self._thread.join()
         with self._turn:
-            self._engines.clear()
-            self._workspace.close()
+            try:
+                for engine in self._on_gpus.values():
+                    engine.close()
+            finally:
+                self._on_gpus.clear()
+                self._engines.clear()
+                self._workspace.close()
 
     def abandon(self) -> None:
         """Let go of the memory at once. What is queued fails, and peers that wait for this rank are told."""
         self.closed = True
+        for engine in self._on_gpus.values():
+            engine.abandon()
         if self._thread is not None and self._thread.is_alive():
             self._workspace.fail(FusedRingError("the process group is gone"))  # ends what the thread is waiting for
             self._tasks.put(None)
@@ -247,17 +395,21 @@ class Communicator:
         outcome = self._engines[launch.engine].run(launch, tensor, sources=sources, timeout=limit)
         if recording():
             self._track.span("meet", begun, outcome.started)
-            self._track.span(
-                launch.label,
-                outcome.started,
-                time.perf_counter(),
-                bytes=tensor.nbytes,
-                algorithm=launch.algorithm,
-                wire=str(launch.wire).removeprefix("torch."),
-                wrapper=launch.wrapper,
-                step=launch.step,
-            )
+            self.trace_launch(launch, outcome.started, time.perf_counter())
         return outcome
+
+    def trace_launch(self, launch: Launch, begun: float, ended: float) -> None:
+        """A launch's span in the trace."""
+        self._track.span(
+            launch.label,
+            begun,
+            ended,
+            bytes=launch.elements * launch.dtype.itemsize,
+            algorithm=launch.algorithm,
+            wire=str(launch.wire).removeprefix("torch."),
+            wrapper=launch.wrapper,
+            step=launch.step,
+        )
 
     def _check_open(self) -> None:
         if self.closed:

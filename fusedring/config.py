@@ -18,6 +18,8 @@ WireDtype = Literal["fp16", "bf16"] | torch.dtype | None
 
 OPS: tuple[Op, ...] = get_args(Op)
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+MOST_CHANNELS = 128
+"""As in kernels/signals.py, which cannot be imported without triton."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _WIRES = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -37,6 +39,7 @@ class RingConfig:
     algorithm: str = "auto"
     engine: str = "auto"
     timeout: float | None = None
+    channels: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "wire_dtype", check_wire_dtype(self.wire_dtype))
@@ -45,6 +48,8 @@ class RingConfig:
         if self.engine not in ENGINES:
             raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {self.engine!r}")
         check_timeout(self.timeout)
+        if self.channels is not None and not (type(self.channels) is int and 1 <= self.channels <= MOST_CHANNELS):
+            raise ValueError(f"channels must be a number from 1 to {MOST_CHANNELS} or None, got {self.channels!r}")
 
     @property
     def wire(self) -> torch.dtype | None:
@@ -83,12 +88,17 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 
 def check_engine(engine: str, device: torch.device) -> None:
-    """Raises ValueError unless `engine` runs on `device` in this version."""
-    if device.type != "cpu":
+    """Raises ValueError unless `engine` runs on `device` here."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"the tensor is on {device}: only tensors in host memory and on GPUs are reduced")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{device} was asked for, but there is no GPU here: use host memory and engine='host'")
+    if device.type == "cuda" and engine == "host":
         raise ValueError(
-            f"the tensor is on {device}, and this version reduces tensors in host memory only: move it with .cpu()"
+            f"engine 'host' reduces tensors in host memory, and this one is on {device}: use engine='triton' or "
+            "'auto', or move it with .cpu()"
         )
-    if engine == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type == "cpu" and engine == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             "engine 'triton' reduces CPU tensors only under Triton's interpreter: set TRITON_INTERPRET=1 before the "
             "start, or use engine='host'"

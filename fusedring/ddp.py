@@ -10,7 +10,7 @@ import json
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.distributed.utils import _to_kwargs
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -44,9 +45,9 @@ class FusedRingDDP(nn.Module):
     Every rank runs the same module on its own part of the batch; at the end of `backward()` every parameter's `.grad`
     is the mean over the ranks, the same bits everywhere. Averaging overlaps backward, bucket by bucket.
 
-    module: the module to wrap, the same on all ranks, with all parameters in host memory. Its parameters and buffers
-        are overwritten by rank 0's.
-    device_ids, output_device: None, since the module is in host memory.
+    module: the module to wrap, the same on all ranks, with all parameters in host memory or on one GPU. Its parameters
+        and buffers are overwritten by rank 0's.
+    device_ids, output_device: None, or that GPU ([i], i); then inputs are moved to it.
     broadcast_buffers: send rank 0's buffers to all ranks before every synced forward.
     init_sync: check and broadcast the module's state now.
     process_group: None is the default group.
@@ -58,6 +59,7 @@ class FusedRingDDP(nn.Module):
         are not copied back, and zero_grad(set_to_none=False) saves the copy into the bucket as well.
     dim, check_reduction, static_graph: accepted; nothing depends on them.
     wire_dtype, algorithm, engine, timeout: as for `fusedring.all_reduce`.
+    channels: programs of each kernel on a GPU, 1 to 128: more are faster, and leave fewer multiprocessors to backward.
 
     A parameter's own hooks see its local gradient. What they change in `.grad` is averaged if they were registered
     before wrapping; of later ones it is unspecified.
@@ -72,8 +74,8 @@ class FusedRingDDP(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: None = None,
-        output_device: None = None,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
         dim: int = 0,
         broadcast_buffers: bool = True,
         init_sync: bool = True,
@@ -88,14 +90,10 @@ class FusedRingDDP(nn.Module):
         algorithm: str = "auto",
         engine: str = "auto",
         timeout: float | None = None,
+        channels: int | None = None,
     ) -> None:
         super().__init__()
-        self.config = RingConfig(wire_dtype, algorithm, engine, timeout)
-        if device_ids or output_device is not None:
-            raise ValueError(
-                f"device_ids and output_device must be None for a module in host memory, "
-                f"got {device_ids} and {output_device}"
-            )
+        self.config = RingConfig(wire_dtype, algorithm, engine, timeout, channels)
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive or None, got {bucket_cap_mb!r}")
         self.module = module
@@ -108,12 +106,16 @@ class FusedRingDDP(nn.Module):
         self.static_graph = static_graph
         self.require_backward_grad_sync = True
         self._check_module()
+        self.device = next(self.module.parameters()).device
+        self.device_ids = self._check_device_ids(device_ids, output_device)
         self._start_locally()
         self._open(init_sync)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Whether the next backward is synced is decided here (see `no_sync`)."""
         started = time.perf_counter()
+        if self.device_ids:
+            inputs, kwargs = self._on_device(inputs, kwargs)
         self._before_forward()
         output = self.module(*inputs, **kwargs)
         if self._synced and torch.is_grad_enabled():
@@ -160,12 +162,45 @@ class FusedRingDDP(nn.Module):
                 check_engine(self.config.engine, parameter.device)
             except ValueError as error:
                 raise ValueError(f"parameter {parameter_name}: {error}") from None
+        first_name, first = named[0]
+        for parameter_name, parameter in named:
+            if parameter.device != first.device:
+                raise ValueError(
+                    f"all parameters must be on one device, but {first_name} is on {first.device} and {parameter_name} "
+                    f"on {parameter.device}: wrap the parts on their own, or move the module with .to({first.device})"
+                )
         for module_name, module in self.module.named_modules():
             if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 raise ValueError(
                     f"parameter {f'{module_name}.weight'.lstrip('.')} has sparse gradients, which cannot be reduced: "
                     "make the embedding with sparse=False"
                 )
+
+    def _check_device_ids(
+        self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+    ) -> list[int]:
+        """The module's GPU, if it was named; nothing otherwise."""
+        named = [*(device_ids or ()), *(() if output_device is None else (output_device,))]
+        if self.device.type == "cpu" and named:
+            raise ValueError(
+                "device_ids and output_device must be None for a module in host memory, which the host engine reduces, "
+                f"got {device_ids} and {output_device}: move the module to its GPU first, or leave them out"
+            )
+        if device_ids is not None and len(device_ids) > 1:
+            raise ValueError(f"device_ids must name one GPU, one process for each, got {list(device_ids)}")
+        for given in named:
+            index = given if isinstance(given, int) else torch.device(given).index
+            if index != self.device.index:
+                raise ValueError(
+                    f"the module is on {self.device}, but device_ids={device_ids} and output_device={output_device} "
+                    "were given: call module.to() with the device that you name here"
+                )
+        return [self.device.index] if device_ids else []
+
+    def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move the inputs of a forward to the module's GPU, as torch's class does."""
+        moved = _to_kwargs(inputs, kwargs, self.device, use_side_stream_for_tensor_copies=True)
+        return moved[0][0], moved[1][0]
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
@@ -202,7 +237,7 @@ class FusedRingDDP(nn.Module):
         for layout in layouts:
             offsets.append(end)
             end += -(-layout.elements * layout.dtype.itemsize // 64) * 64
-        memory = communicator.allocate(end, timeout=self.config.timeout)
+        memory = communicator.allocate(end, self.device, timeout=self.config.timeout)
         if init_sync:  # only now: a rank that gave up above would leave the others waiting in the broadcast
             self._broadcast([*self.module.parameters(), *self.module.buffers()])
         buckets = [
@@ -268,6 +303,8 @@ class FusedRingDDP(nn.Module):
             if scheduler is not None:
                 scheduler.expect_nothing()
             return
+        if scheduler is not None and (late := scheduler.late_elsewhere()):
+            self._tell_missing(late)
         if self._unfinished:
             text, self._unfinished = self._unfinished, ""
             raise RuntimeError(text)
@@ -339,8 +376,12 @@ class FusedRingDDP(nn.Module):
         scheduler = self._scheduler
         if scheduler is None or not scheduler.in_step:
             return
-        missing = scheduler.finish()
-        if missing and not self.find_unused_parameters:
+        if missing := scheduler.finish():
+            self._tell_missing(missing)
+
+    def _tell_missing(self, missing: list[str]) -> None:
+        """Warn now, and have the next synced forward raise, unless it was expected."""
+        if not self.find_unused_parameters:
             names = ", ".join(missing)
             self._unfinished = (
                 "Expected to have finished reduction in the prior iteration before starting a new one. This error "

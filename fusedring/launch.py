@@ -17,7 +17,7 @@ from fusedring.config import DTYPES, ENGINES
 from fusedring.errors import MismatchError
 from fusedring.plan import ALGORITHMS, KINDS
 
-LAUNCH_KINDS = (*KINDS, "empty")
+LAUNCH_KINDS = (*KINDS, "empty", "open")
 STAGED = -1
 """`arena` of a tensor outside the workspace: it travels through the rank's staging slot."""
 
@@ -38,7 +38,8 @@ class Location:
 class Launch:
     """One collective on one tensor.
 
-    kind: 'all_reduce', 'reduce_scatter', 'all_gather', or 'empty' (an allocation; `elements` is bytes per rank).
+    kind: 'all_reduce', 'reduce_scatter', 'all_gather', 'empty' (an allocation; `elements` is bytes per rank), or 'open'
+        (of a GPU; `elements` is channels).
     wire: dtype that crosses between ranks, never None here.
     factor: what each contribution is multiplied by. engine: 'host' or 'triton'.
     wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training). Wrappers are
@@ -121,18 +122,18 @@ def unpack(header: bytes) -> tuple[Launch, Location | None]:
     return launch, None if arena == STAGED else Location(arena, offset)
 
 
-def agree(headers: Sequence[bytes]) -> list[Location | None]:
-    """Every rank's location. Raises MismatchError where the ranks' launches differ."""
+def agree(headers: Sequence[bytes], *, so: str = "nothing was written") -> list[Location | None]:
+    """Every rank's location. Raises MismatchError where the ranks' launches differ. so: what came of it."""
     unpacked = [unpack(header) for header in headers]
     launches = [launch for launch, _ in unpacked]
     if any(header[:_AGREED_BYTES] != headers[0][:_AGREED_BYTES] for header in headers):  # as bytes: a NaN equals itself
-        error = MismatchError(_difference(launches))
+        error = MismatchError(_difference(launches, so))
         error.latest_step = max(launch.step for launch in launches)
         raise error
     return [location for _, location in unpacked]
 
 
-def _difference(launches: Sequence[Launch]) -> str:
+def _difference(launches: Sequence[Launch], so: str) -> str:
     ranks_of: dict[str, list[int]] = {}
     for rank, launch in enumerate(launches):
         ranks_of.setdefault(_in_words(launch), []).append(rank)
@@ -141,7 +142,7 @@ def _difference(launches: Sequence[Launch]) -> str:
         for words, ranks in ranks_of.items()
     )
     return (
-        f"ranks launched different collectives, nothing was written ({sides}). "
+        f"ranks launched different collectives, {so} ({sides}). "
         "Every rank must make the same calls in the same order with the same arguments"
     )
 
@@ -149,6 +150,8 @@ def _difference(launches: Sequence[Launch]) -> str:
 def _in_words(launch: Launch) -> str:
     if launch.kind == "empty":
         return f"empty of {launch.elements} bytes"
+    if launch.kind == "open":
+        return f"the first collective on a GPU, with {launch.elements} channels"
     words = f"{launch.kind} of {launch.elements} elements of {_short(launch.dtype)}, {launch.algorithm}"
     if launch.wire != launch.dtype:
         words += f", wire {_short(launch.wire)}"

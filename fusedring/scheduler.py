@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,10 +32,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedring.buckets import Bucket, Entry
+from fusedring.buckets import Bucket, Entry, count
 from fusedring.communicator import Batch, Communicator, Work
 from fusedring.config import RingConfig, scale_factor
 from fusedring.errors import MismatchError
+from fusedring.gpu_step import FlagsOnTheWay, GpuStep
 from fusedring.launch import Launch, Source
 from fusedring.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
 from fusedring.tracing import BACKWARD, WAIT, Track, recording
@@ -81,6 +83,7 @@ class _Step:
     waiting_for: list[int]
     arrived: list[list[bool]]
     sources: list[dict[int, torch.Tensor]]
+    on_gpu: GpuStep | None
     ended: float = 0.0
     batch: Batch = field(default_factory=Batch)
     launches: list[Launch] = field(default_factory=list)
@@ -101,7 +104,12 @@ class Scheduler:
         self._next_number = 0
         self._steps = 0
         self._wrapper = communicator.number_wrapper()
-        self._engine = communicator.resolve_engine(config.engine)
+        self._device = buckets[0].flat.device
+        self._engine = communicator.resolve_engine(
+            config.engine, self._device, channels=config.channels, timeout=config.timeout
+        )
+        self._gpu = communicator.gpu_engine(self._device)
+        self._flags_on_the_way: deque[FlagsOnTheWay] = deque()
         self._forward_order = 0
         self._expecting = False
         self._held_in_vain = False
@@ -111,7 +119,15 @@ class Scheduler:
         self._sharers = {id(e.parameter): _users.setdefault(e.parameter, WeakSet()) for e in self._entries}
         for users in self._sharers.values():
             users.add(self)
-        self.report: StepReport | None = None
+        self._last: _Step | None = None
+        self._report: StepReport | None = None
+
+    @property
+    def report(self) -> StepReport | None:
+        """Of the last step that ended well; on a GPU, waits for it. None before the first, or if it was captured."""
+        if self._last is not None:
+            self._report, self._last = self._describe(self._last), None
+        return self._report
 
     @property
     def closed(self) -> bool:
@@ -149,8 +165,9 @@ class Scheduler:
             arrived = [[False] * size for size in sizes]
             sources: list[dict[int, torch.Tensor]] = [{} for _ in sizes]
             early = (self._expecting and not self._held_in_vain) or len(self._group_mates) == 1
+            on_gpu = GpuStep(self._gpu, backward.started) if self._gpu is not None else None
             self._step = _Step(
-                self._next_number, self._steps, backward.run, early, backward.started, sizes, arrived, sources
+                self._next_number, self._steps, backward.run, early, backward.started, sizes, arrived, sources, on_gpu
             )
             self._next_number += 1
             self._steps += 1
@@ -170,6 +187,8 @@ class Scheduler:
                 "several backward passes"
             )
         self._take(step, bucket, entry)
+        if step.on_gpu is not None:
+            step.on_gpu.produced()
         if recording():
             self.track.mark("gradient ready", time.perf_counter(), parameter=entry.name, bucket=bucket)
         step.arrived[bucket][position] = True
@@ -179,8 +198,9 @@ class Scheduler:
     def finish(self) -> list[str]:
         """End the step: launch the rest, wait for everything, hand out the averaged gradients.
 
-        Returns the names of the parameters that had no gradient on some rank, the same list on every rank. Raises what
-        went wrong in a launch.
+        Returns the names of the parameters that had no gradient on some rank: the same list on every rank, but that on
+        a GPU a rank which had all of its own finds out later (see `late_elsewhere`). Raises what went wrong in a
+        launch.
         """
         assert self._step is not None
         step = self._step
@@ -191,12 +211,21 @@ class Scheduler:
                 mate._held_in_vain = True
         with self._catching_up():
             self._end(step)
-        missing = self._hand_out()
-        self.report = self._describe(step)
+        missing = self._hand_out(step)
+        step.sources.clear()  # they may be freed, now that the producing streams wait for the launches
+        self._last = step
         if recording():
-            self.track.span(BACKWARD, step.started, step.ended, step=step.count)
-            self.track.span(WAIT, step.ended, time.perf_counter(), step=step.count)
+            self._trace(step)
         return missing
+
+    def late_elsewhere(self) -> list[str]:
+        """On a GPU: what `finish` would have told of earlier steps, had the other ranks' flags been there already."""
+        late = [0] * len(self._entries)
+        if self._gpu is not None and not self._gpu.gpu.is_capturing():
+            while self._flags_on_the_way and (flags := self._flags_on_the_way[0].read()) is not None:
+                self._flags_on_the_way.popleft()
+                late = [a + b for a, b in zip(late, count(flags)[0], strict=True)]
+        return self._late(late)
 
     def abandon(self) -> None:
         """Forget a step that an exception in backward cut short, once its launches have ended.
@@ -214,6 +243,8 @@ class Scheduler:
         """
         self._communicator.settle()
         self._step, self._expecting = None, False
+        if step.on_gpu is not None:
+            step.on_gpu.release(step.works)
         for work in step.works:
             work.wait()
 
@@ -266,6 +297,8 @@ class Scheduler:
             return
         self._expecting = False
         step.ended = time.perf_counter()
+        if step.on_gpu is not None:
+            step.on_gpu.end()
         while len(step.works) < len(self._buckets):
             bucket = len(step.works)
             for position, entry in enumerate(self._buckets[bucket].entries):
@@ -307,6 +340,7 @@ class Scheduler:
                 timeout=self._config.timeout,
                 sources=[Source(start, tensor) for start, tensor in sorted(step.sources[index].items())],
                 batch=step.batch,
+                after=step.on_gpu.producers if step.on_gpu is not None else (),
             )
         )
 
@@ -316,17 +350,22 @@ class Scheduler:
         In most steps no rank sets a flag; so they are clear already, and stay so.
         """
         late = [not arrived for bucket in step.arrived for arrived in bucket]
-        if any(late) or not self._flags_clear:
+        flags = self._buckets[-1].flags
+        if any(late):
             empty = [is_late and e.parameter.grad is None for is_late, e in zip(late, self._entries, strict=True)]
-            flags = self._buckets[-1].flags
+            if step.on_gpu is not None and step.on_gpu.captured:
+                names = ", ".join(self._late(late))
+                raise RuntimeError(f"a CUDA graph cannot capture a backward that leaves {names} without gradients")
             flags.copy_(flags.new_tensor([late, empty])).mul_(self._communicator.world_size)
+        elif not self._flags_clear:
+            flags.zero_()
         self._flags_clear = False  # until `_hand_out` sees the other ranks'
 
     def _bucket_launch(self, step: _Step, index: int) -> Launch:
         flat = self._buckets[index].flat
         return Launch(
             kind="all_reduce",
-            algorithm=self._communicator.resolve(self._config.algorithm, flat.nbytes),
+            algorithm=self._communicator.resolve(self._config.algorithm, flat.nbytes, flat.device),
             elements=flat.numel(),
             dtype=flat.dtype,
             wire=self._config.wire or flat.dtype,
@@ -337,16 +376,26 @@ class Scheduler:
             bucket=index,
         )
 
-    def _hand_out(self) -> list[str]:
+    def _hand_out(self, step: _Step) -> list[str]:
         """`.grad` becomes the bucket's average, unless no rank had one. Names the entries that lacked it somewhere."""
         for bucket in self._buckets:
             torch.autograd.graph.increment_version(bucket.flat)
-        late, empty = self._buckets[-1].count_flags()
+        if self._gpu is not None and all(map(all, step.arrived)):
+            # Nothing here depends on the flags, so the host does not wait for them.
+            if step.on_gpu is not None and not step.on_gpu.captured:
+                self._flags_on_the_way.append(FlagsOnTheWay(self._gpu, self._buckets[-1]))
+            for entry in self._entries:
+                self._set_grad(entry)
+            return []
+        late, empty = count(self._buckets[-1].flags)
         self._flags_clear = not any(late)
         for entry, ranks in zip(self._entries, empty, strict=True):
             if ranks < self._communicator.world_size:
                 self._set_grad(entry)
-        return [entry.name for entry, ranks in zip(self._entries, late, strict=True) if ranks]
+        return self._late(late)
+
+    def _late(self, flags: Sequence[int]) -> list[str]:
+        return [entry.name for entry, ranks in zip(self._entries, flags, strict=True) if ranks]
 
     def _set_grad(self, entry: Entry) -> None:
         parameter = entry.parameter
@@ -357,20 +406,39 @@ class Scheduler:
         else:  # what autograd put there may share its memory with another gradient
             parameter.grad = entry.own = entry.view.clone()
 
-    def _describe(self, step: _Step) -> StepReport:
+    def _describe(self, step: _Step) -> StepReport | None:
+        if step.on_gpu is None:
+            ended, times = step.ended, [(work.outcome.started, work.ended) for work in step.works]
+        elif step.on_gpu.captured:
+            return None
+        else:
+            ended, times = step.on_gpu.times(step.works)
         launches = tuple(
-            LaunchReport(launch.bucket, self._buckets[launch.bucket].flat.nbytes, launch.algorithm, start, work.ended)
-            for launch, work in zip(step.launches, step.works, strict=True)
-            for start in [work.outcome.started]
+            LaunchReport(launch.bucket, self._buckets[launch.bucket].flat.nbytes, launch.algorithm, *when)
+            for launch, when in zip(step.launches, times, strict=True)
         )
         return StepReport(
             step.started,
-            step.ended,
+            ended,
             tuple(BucketReport(b.flat.nbytes, tuple(e.name for e in b.entries)) for b in self._buckets),
             launches,
-            max(0.0, max(launch.end for launch in launches) - step.ended),
-            overlapped_fraction(launches, step.started, step.ended),
+            max(0.0, max(launch.end for launch in launches) - ended),
+            overlapped_fraction(launches, step.started, ended),
         )
+
+    def _trace(self, step: _Step) -> None:
+        """Spans of the step that has just ended. On a GPU that takes its report, and so waits for it."""
+        ended, over = step.ended, time.perf_counter()
+        if step.on_gpu is not None:
+            report = self.report
+            if report is None:
+                return
+            ended = report.backward_end
+            over = ended + report.exposed_wait
+            for launch, told in zip(step.launches, report.launches, strict=True):
+                self._communicator.trace_launch(launch, told.start, told.end)
+        self.track.span(BACKWARD, step.started, ended, step=step.count)
+        self.track.span(WAIT, ended, over, step=step.count)
 
 
 _schedulers: WeakKeyDictionary[Communicator, WeakSet[Scheduler]] = WeakKeyDictionary()

@@ -23,6 +23,7 @@ FLOORS = [
     {"host_engine", "triton_engine", "cuda_engine", "testing"},
     {"communicator"},
     {"collectives", "buckets"},
+    {"gpu_step"},
     {"scheduler"},
     {"ddp"},
     {"machine_code"},
