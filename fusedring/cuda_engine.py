@@ -28,7 +28,7 @@ from fusedring.launch import Launch, Source
 from fusedring.ledger import Ledger
 from fusedring.plan import split_evenly
 from fusedring.staging import Staging
-from fusedring.windows import Window, Windows, kernel_for, scale_of
+from fusedring.windows import Window, Windows
 from fusedring.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -167,17 +167,9 @@ class Kernels:
         else:
             windows = self._windows.of(launch, tensor, sources)
             self._staging.put_aside()
-        kernel = kernel_for(launch)
+        patience = self._gpu.patience(timeout)
         for window in windows:
-            kernel(
-                window.table,
-                tensor,
-                self._lent.region,
-                window.totals,
-                wire=launch.wire,
-                scale=scale_of(launch),
-                patience=self._gpu.patience(timeout),
-            )
+            window.kernel.launch(tensor, patience)
         return [window.totals for window in windows]
 
     def check(self, label: str) -> None:

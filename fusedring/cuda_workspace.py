@@ -25,7 +25,7 @@ from fusedring.errors import FusedRingError
 from fusedring.gpu import Gpu
 from fusedring.launch import Launch
 from fusedring.ledger import LEDGER_BYTES, Ledger
-from fusedring.windows import Windows, kernel_for
+from fusedring.windows import Windows
 from fusedring.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -206,8 +206,7 @@ class _Attempt:
         gpu.order(gpu.current_stream(), gpu.comm)
         with gpu.on(gpu.comm):
             for window in Windows(region, write_now).build(launch, x, ()):
-                patience = gpu.patience(PROBE_SECONDS)
-                kernel_for(launch)(window.table, x, region, window.totals, wire=x.dtype, scale=1.0, patience=patience)
+                window.kernel.launch(x, gpu.patience(PROBE_SECONDS))
         gpu.settle()
 
 

@@ -26,7 +26,7 @@ from fusedring.errors import FusedRingError
 from fusedring.gpu import Cuda, Event, Stream
 from fusedring.launch import Launch
 from fusedring.plan import ALGORITHMS, KINDS
-from fusedring.windows import Window, Windows, kernel_for, scale_of
+from fusedring.windows import Windows
 
 if TYPE_CHECKING:
     from fusedring.kernels.region import Region
@@ -197,7 +197,7 @@ class VirtualCollective:
             if before is not None:
                 before(rank)
             for window in self._windows[rank]:
-                self._launch_kernel(rank, window, timeout)
+                window.kernel.launch(self._reachable[rank], self._place.patience(timeout))
 
         events = self._place.run(chosen, launch_one, self._boards, timeout)
         for tensor, reachable in zip(self._tensors, self._reachable, strict=True):
@@ -211,17 +211,6 @@ class VirtualCollective:
         for boards in self._boards:
             if boards.failed:
                 raise boards.failure(self._launch.label, self._launch.algorithm, "its timeout has passed")
-
-    def _launch_kernel(self, rank: int, window: Window, timeout: float) -> None:
-        kernel_for(self._launch)(
-            window.table,
-            self._reachable[rank],
-            self._regions[rank],
-            window.totals,
-            wire=self._launch.wire,
-            scale=scale_of(self._launch),
-            patience=self._place.patience(timeout),
-        )
 
 
 class _Place(Protocol):

@@ -21,7 +21,7 @@ from fusedring import launch as launching
 from fusedring.boards import Boards, Watch
 from fusedring.errors import FusedRingError
 from fusedring.launch import Launch, Outcome, Source
-from fusedring.windows import Window, Windows, kernel_for, scale_of
+from fusedring.windows import Window, Windows
 from fusedring.workspace import Workspace
 
 PARITY_BYTES = 8 << 20
@@ -107,15 +107,7 @@ class _Opened:
         ended, watch = self._epochs(), Watch(self.boards)
         try:
             with np.errstate(all="ignore"):
-                kernel_for(launch)(
-                    window.table,
-                    tensor,
-                    self._region,
-                    window.totals,
-                    wire=launch.wire,
-                    scale=scale_of(launch),
-                    patience=max(1, min(_MOST_LOOKS, int(timeout / self._look_seconds))),
-                )
+                window.kernel.launch(tensor, max(1, min(_MOST_LOOKS, int(timeout / self._look_seconds))))
         finally:
             watch.close()
         if not torch.equal(self._epochs(), ended + 1):  # a channel that is through has counted

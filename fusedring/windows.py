@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from fusedring.launch import Launch, Source
 from fusedring.plan import ALIGNMENT, make_plan
 
 if TYPE_CHECKING:
-    from fusedring.kernels.region import Region, Totals
+    from fusedring.kernels.region import How, Prepared, Region, Totals
     from fusedring.kernels.tiles import Run, Table
 
 CHUNK_BYTES = 64 << 10
@@ -31,10 +30,11 @@ Write = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tables of one kernel launch, and what it learns of the values that it completes."""
+    """A kernel launch with its tables, and what it learns of the values that it completes."""
 
     table: Table
     totals: Totals
+    kernel: Prepared
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class Windows:
             launch.dtype,
             launch.wire,
             launch.elements,
+            launch.factor,
             tensor.data_ptr(),
             tuple((start, elements, address % 16 == 0) for start, elements, address in places),
         )
@@ -110,7 +111,8 @@ class Windows:
                 torch.zeros(region.channels, device=device),
                 torch.zeros(region.channels, dtype=torch.int32, device=device),
             )
-            windows.append(Window(table, totals))
+            kernel = prepare(launch, table, region, totals)
+            windows.append(Window(table, totals, kernel))
         return windows
 
     def _span(self, launch: Launch) -> int:
@@ -131,27 +133,25 @@ class Windows:
         return elements // ALIGNMENT * ALIGNMENT
 
 
-def kernel_for(launch: Launch) -> Any:
-    """The launcher that does what `launch` says with one window."""
+def prepare(launch: Launch, table: Table, region: Region, totals: Totals) -> Prepared:
+    """The kernel that does what `launch` says with the tiles of `table`."""
     from fusedring.kernels import direct, ring
 
     scatter, gather = launch.kind != "all_gather", launch.kind != "reduce_scatter"
+    scale = launch.factor if scatter else 1.0
+    how: How = {"dtype": launch.dtype, "wire": launch.wire, "scale": scale}
     if launch.algorithm == "ring":
-        return {
+        kinds = {
             "all_reduce": ring.ring_all_reduce,
             "reduce_scatter": ring.ring_reduce_scatter,
             "all_gather": ring.ring_all_gather,
-        }[launch.kind]
+        }
+        return kinds[launch.kind](table, region, totals, **how)
     if launch.algorithm == "master":
-        return partial(direct.master, scatter=scatter, gather=gather)
+        return direct.master(table, region, totals, scatter=scatter, gather=gather, **how)
     if launch.algorithm == "one_shot" and scatter and gather:
-        return direct.one_shot
-    return partial(direct.two_shot, scatter=scatter, gather=gather)
-
-
-def scale_of(launch: Launch) -> float:
-    """What a kernel multiplies contributions by."""
-    return launch.factor if launch.kind != "all_gather" else 1.0
+        return direct.one_shot(table, region, totals, **how)
+    return direct.two_shot(table, region, totals, scatter=scatter, gather=gather, **how)
 
 
 def _holds_all(launch: Launch) -> bool:

@@ -1,4 +1,4 @@
-"""The direct algorithms: every contribution goes straight to where it is summed. One kernel, and its launchers.
+"""The direct algorithms: every contribution goes straight to where it is summed. One kernel, and how it is prepared.
 
     two_shot   segment s is summed at rank s, and rank s hands its sum to all
     one_shot   every segment is summed at every rank; nothing is handed out
@@ -21,12 +21,11 @@ and c2, and stores it at ranks 0 and 2; waits for the sums of segments 3 and 1.
 
 from typing import Unpack
 
-import torch
 import triton
 import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
-from fusedring.kernels.region import How, Region, Totals, launch
+from fusedring.kernels.region import How, Prepared, Region, Totals
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal, wait_for
 from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
@@ -233,54 +232,51 @@ def direct(
 
 def two_shot(
     table: Table,
-    output: torch.Tensor,
     region: Region,
     totals: Totals,
     *,
     scatter: bool = True,
     gather: bool = True,
     **how: Unpack[How],
-) -> None:
+) -> Prepared:
     """Sum each segment at its owner, and hand it to all; or (scatter, gather) one half of that."""
-    _launch(table, output, region, totals, "two_shot", scatter, gather, **how)
+    return _prepare(table, region, totals, "two_shot", scatter, gather, **how)
 
 
-def one_shot(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
+def one_shot(table: Table, region: Region, totals: Totals, **how: Unpack[How]) -> Prepared:
     """Send everything to everyone; everyone sums."""
-    _launch(table, output, region, totals, "one_shot", True, True, **how)
+    return _prepare(table, region, totals, "one_shot", True, True, **how)
 
 
 def master(
     table: Table,
-    output: torch.Tensor,
     region: Region,
     totals: Totals,
     *,
     scatter: bool = True,
     gather: bool = True,
     **how: Unpack[How],
-) -> None:
+) -> Prepared:
     """Sum everything at rank 0, and hand it out; or (scatter, gather) one half of that."""
-    _launch(table, output, region, totals, "master", scatter, gather, **how)
+    return _prepare(table, region, totals, "master", scatter, gather, **how)
 
 
-def _launch(
+def _prepare(
     table: Table,
-    output: torch.Tensor,
     region: Region,
     totals: Totals,
     algorithm: str,
     scatter: bool,
     gather: bool,
     **how: Unpack[How],
-) -> None:
+) -> Prepared:
     flags = {
         "SCATTER": scatter,
         "GATHER": gather,
         "EVERYONE_SUMS": algorithm == "one_shot",
         "ONE_SUMS": algorithm == "master",
     }
-    launch(direct, table, output, region, totals, rows=direct_rows(algorithm, region.world), flags=flags, **how)
+    return Prepared(direct, table, region, totals, rows=direct_rows(algorithm, region.world), flags=flags, **how)
 
 
 def direct_rows(algorithm: str, world: int) -> int:

@@ -51,11 +51,11 @@ class Totals:
 
 
 class How(TypedDict):
-    """wire: dtype that crosses between ranks. scale: factor of every contribution. patience: see signals.py."""
+    """dtype: of the bucket. wire: dtype that crosses between ranks. scale: factor of every contribution."""
 
+    dtype: torch.dtype
     wire: torch.dtype
     scale: float
-    patience: int
 
 
 def slots_byte(world: int) -> int:
@@ -95,35 +95,47 @@ def options(platform: int) -> dict[str, Any]:
     return {"num_warps": WARPS, "enable_fp_fusion": False, **nvidia}
 
 
-def launch(
-    kernel: Any,
-    table: Table,
-    output: torch.Tensor,
-    region: Region,
-    totals: Totals,
-    *,
-    rows: int,
-    flags: dict[str, bool],
-    **how: Unpack[How],
-) -> None:
-    """Launch `ring` or `direct` with its constants `flags`. rows: how many rows of slots it needs."""
-    kernel[(region.channels,)](
-        table.tiles,
-        table.chunk_tiles,
-        table.origins,
-        output,
-        region.bases,
-        totals.squares,
-        totals.unbounded,
-        table.chunks,
-        row_bytes(region, rows),
-        slots_byte(region.world),
-        region.parity_bytes,
-        region.rank,
-        region.world,
-        how["patience"],
-        bits_of(how["scale"]),
-        **flags,
-        FORM=form(output.dtype, how["wire"], region),
-        **options(region.platform),
-    )
+class Prepared:
+    """A kernel with all its arguments but two, to be launched again and again.
+
+    The first launch goes through Triton's compiler, the later ones past it: of the time that takes on the host, most is
+    spent on finding out that the arguments have the same types as before.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        table: Table,
+        region: Region,
+        totals: Totals,
+        *,
+        rows: int,
+        flags: dict[str, bool],
+        **how: Unpack[How],
+    ) -> None:
+        """Prepare `ring` or `direct` with its constants `flags`. rows: how many rows of slots it needs."""
+        self._kernel, self._grid = kernel, (region.channels, 1, 1)
+        self._before = (table.tiles, table.chunk_tiles, table.origins)
+        self._between = (
+            region.bases,
+            totals.squares,
+            totals.unbounded,
+            table.chunks,
+            row_bytes(region, rows),
+            slots_byte(region.world),
+            region.parity_bytes,
+            region.rank,
+            region.world,
+        )
+        self._bits = bits_of(how["scale"])
+        self._constants = (*flags.values(), form(how["dtype"], how["wire"], region))
+        self._options = options(region.platform)
+        self._compiled: Any = None
+
+    def launch(self, output: torch.Tensor, patience: int) -> None:
+        """Launch it on the current stream. output: the same tensor as before, or one at the same address."""
+        arguments = (*self._before, output, *self._between, patience, self._bits, *self._constants)
+        if self._compiled is None:
+            self._compiled = self._kernel[self._grid](*arguments, **self._options)  # None under the interpreter
+        else:
+            self._compiled[self._grid](*arguments)

@@ -1,4 +1,4 @@
-"""The ring: one persistent kernel for all its steps, and its launchers.
+"""The ring: one persistent kernel for all its steps, and how it is prepared.
 
 Rank r receives from r-1 and sends to r+1. Segment s starts its trip at rank s; with W ranks every segment makes W-1
 hops of *reduce-scatter*, in which each rank adds its own part, and W-1 hops of *all-gather*, in which the finished
@@ -24,12 +24,11 @@ receives c3+d3+a3, completes segment 3, keeps and sends it; receives, keeps and 
 
 from typing import Unpack
 
-import torch
 import triton
 import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
-from fusedring.kernels.region import How, Region, Totals, launch
+from fusedring.kernels.region import How, Prepared, Region, Totals
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal, wait_for
 from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
 
@@ -101,26 +100,24 @@ def ring(
         abort_all(bases, world, board, channel, FORM[4])
 
 
-def ring_all_reduce(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
-    """Replace `output` by the scaled sum over all ranks."""
-    _launch(table, output, region, totals, True, True, **how)
+def ring_all_reduce(table: Table, region: Region, totals: Totals, **how: Unpack[How]) -> Prepared:
+    """Replace the output by the scaled sum over all ranks."""
+    return _prepare(table, region, totals, True, True, **how)
 
 
-def ring_reduce_scatter(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
-    """Leave in `output` only this rank's part of what `ring_all_reduce` leaves there."""
-    _launch(table, output, region, totals, True, False, **how)
+def ring_reduce_scatter(table: Table, region: Region, totals: Totals, **how: Unpack[How]) -> Prepared:
+    """Leave in the output only this rank's part of what `ring_all_reduce` leaves there."""
+    return _prepare(table, region, totals, True, False, **how)
 
 
-def ring_all_gather(table: Table, output: torch.Tensor, region: Region, totals: Totals, **how: Unpack[How]) -> None:
+def ring_all_gather(table: Table, region: Region, totals: Totals, **how: Unpack[How]) -> Prepared:
     """Give every rank the parts of all, each rounded to the wire."""
-    _launch(table, output, region, totals, False, True, **how)
+    return _prepare(table, region, totals, False, True, **how)
 
 
-def _launch(
-    table: Table, output: torch.Tensor, region: Region, totals: Totals, scatter: bool, gather: bool, **how: Unpack[How]
-) -> None:
+def _prepare(table: Table, region: Region, totals: Totals, scatter: bool, gather: bool, **how: Unpack[How]) -> Prepared:
     flags = {"SCATTER": scatter, "GATHER": gather}
-    launch(ring, table, output, region, totals, rows=ring_rows(region.world), flags=flags, **how)
+    return Prepared(ring, table, region, totals, rows=ring_rows(region.world), flags=flags, **how)
 
 
 def ring_rows(world: int) -> int:

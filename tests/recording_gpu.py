@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusedring import cuda_engine, cuda_workspace
+from fusedring import cuda_workspace
 
 
 @dataclass(frozen=True)
@@ -109,19 +109,16 @@ class RecordingGpu:
 
 
 def record_kernels(gpu: RecordingGpu) -> None:
-    """Have kernel launches of the CUDA engine written down, too."""
-    real = cuda_engine.kernel_for
+    """Have kernel launches written down, too."""
+    from fusedring.kernels.region import Prepared
 
-    def noted(launch: Any) -> Any:
-        kernel = real(launch)
+    real = Prepared.launch
 
-        def run(*args: Any, **how: Any) -> None:
-            gpu.note("kernel", launch.algorithm, gpu.current_stream())
-            kernel(*args, **how)
+    def noted(self: Prepared, output: torch.Tensor, patience: int) -> None:
+        gpu.note("kernel", self._kernel.fn.__name__, gpu.current_stream())
+        real(self, output, patience)
 
-        return run
-
-    cuda_engine.kernel_for = noted
+    Prepared.launch = noted
 
 
 def pretend(communicator: Any, gpu: RecordingGpu, *, channels: int = 2, limit: float = 60.0) -> Any:

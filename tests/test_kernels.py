@@ -157,20 +157,20 @@ def test_tensors_larger_than_the_slots():
 def check_stopped_rank(rank: int, world: int, algorithm: str) -> str:
     """One rank announces the launch and then never runs its kernel."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring import triton_engine
+    from fusedring.kernels.region import Prepared
 
     x = torch.full((5000,), float(rank))
     fusedring.all_reduce(x, engine="triton", algorithm=algorithm, op="sum")
     if rank == 1:
 
-        def stop(launch):
+        def stop(self, output, patience):
             time.sleep(6)
             raise ZeroDivisionError
 
-        real, triton_engine.kernel_for = triton_engine.kernel_for, stop
+        real, Prepared.launch = Prepared.launch, stop
         with pytest.raises(ZeroDivisionError):
             fusedring.all_reduce(x, engine="triton", algorithm=algorithm, timeout=1)
-        triton_engine.kernel_for = real
+        Prepared.launch = real
         text = ""
     else:
         with pytest.raises(fusedring.FusedRingError) as raised:
@@ -198,13 +198,13 @@ def test_a_rank_that_stops_half_way_is_named_with_the_step(algorithm):
 
 def check_killed_in_kernel(rank: int, world: int) -> str:
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring import triton_engine
+    from fusedring.kernels.region import Prepared
 
     x = torch.full((5000,), float(rank))
     fusedring.all_reduce(x, engine="triton", algorithm="ring")
     torch.distributed.barrier()
     if rank == 1:
-        triton_engine.kernel_for = lambda launch: os.kill(os.getpid(), 9)
+        Prepared.launch = lambda self, output, patience: os.kill(os.getpid(), 9)
     started = time.monotonic()
     with pytest.raises(fusedring.PeerLostError) as raised:
         fusedring.all_reduce(x, engine="triton", algorithm="ring", timeout=60)

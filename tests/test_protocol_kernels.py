@@ -161,11 +161,12 @@ def compare(launch: Launch, channels: int) -> None:
         region = Region(bases, rank, world, parity, channels, platform=0)
         table = Table(segments, [Run(0, output)], output, origins, chunk_elements=PART, block=2048)
         totals = Totals(torch.zeros(channels), torch.zeros(channels, dtype=torch.int32))
+        prepared = run(table, region, totals, dtype=torch.float32, wire=torch.float32, scale=1.0, **halves)
         for epoch in (1, 2):
             for memory in regions:  # all peers have come, and more
                 memory.view(torch.int32)[SIGNALS.value : start // 4] = 99
             with Recording(regions, start) as recording:
-                run(table, output, region, totals, wire=torch.float32, scale=1.0, patience=3, **halves)
+                prepared.launch(output, 3)
             got = touches(recording.raw, epoch, start, parity, row_bytes(region, rows))
             mine = model[rank * channels : (rank + 1) * channels]
             want = [touch for program in mine for touch in modelled(program, epoch, rows, places)]
