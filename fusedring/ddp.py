@@ -157,11 +157,6 @@ class FusedRingDDP(nn.Module):
             raise RuntimeError(
                 f"{name} is not needed when a module doesn't have any parameters that require a gradient."
             )
-        for parameter_name, parameter in named:
-            try:
-                check_engine(self.config.engine, parameter.device)
-            except ValueError as error:
-                raise ValueError(f"parameter {parameter_name}: {error}") from None
         first_name, first = named[0]
         for parameter_name, parameter in named:
             if parameter.device != first.device:
@@ -169,6 +164,11 @@ class FusedRingDDP(nn.Module):
                     f"all parameters must be on one device, but {first_name} is on {first.device} and {parameter_name} "
                     f"on {parameter.device}: wrap the parts on their own, or move the module with .to({first.device})"
                 )
+        for parameter_name, parameter in named:
+            try:
+                check_engine(self.config.engine, parameter.device)
+            except ValueError as error:
+                raise ValueError(f"parameter {parameter_name}: {error}") from None
         for module_name, module in self.module.named_modules():
             if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fusedring import cuda_workspace
+from fusedring import cuda_workspace, triton_engine
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class RecordingGpu:
         self.registered: set[int] = set()
         self._current = ["main"]
         self._marks = 0
+        self._look_seconds = triton_engine._seconds_per_look()
 
     def note(self, *call: Any) -> None:
         self.calls.append(call)
@@ -105,7 +106,7 @@ class RecordingGpu:
         self.registered.remove(memory.data_ptr())
 
     def patience(self, seconds: float) -> int:
-        return max(1, int(seconds / 2e-4))  # about what a look takes
+        return max(1, int(seconds / self._look_seconds))
 
 
 def record_kernels(gpu: RecordingGpu) -> None:
@@ -130,7 +131,9 @@ def pretend(communicator: Any, gpu: RecordingGpu, *, channels: int = 2, limit: f
     cuda_workspace.PROBE_ELEMENTS = 4096
     record_kernels(gpu)
     communicator._in_order(lambda: communicator._open_gpu(gpu, channels, limit))
-    return communicator.gpu_engine(gpu.device)
+    engine = communicator.gpu_engine(gpu.device)
+    assert engine.executor.name.startswith("triton on"), engine.executor.name
+    return engine
 
 
 class NoPeers:
