@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -146,12 +147,13 @@ class _Attempt:
 
     def troubles(self, exchange: Exchange) -> str:
         """What stood in the way on some rank; nothing if it works on all."""
-        steps = {
+        steps: dict[str, Callable[[], None]] = {
             "allocate": self._allocate,
             "map what the peers have": self._map,
             "compile the probe": self._compile,
-            "probe": self._probe,
         }
+        for algorithm in _PROBED:
+            steps[f"probe with {algorithm}"] = partial(self._probe, algorithm)
         for what, step in steps.items():
             found = _troubles(exchange, f"{what} ({self._way.name})", step)
             if found:
@@ -178,19 +180,18 @@ class _Attempt:
         for algorithm in _PROBED:
             self._reduce(region, algorithm, torch.ones(16, device=self._gpu.device))
 
-    def _probe(self) -> None:
+    def _probe(self, algorithm: str) -> None:
         """Reduce several megabytes, and look at every number: data first, then the flag that says it is there."""
         assert self.region is not None
         world, rank = self.region.world, self.region.rank
-        for algorithm in _PROBED:
-            x = (torch.arange(PROBE_ELEMENTS, device=self._gpu.device) % 1009).float()
-            want = x * world + world * (world - 1) // 2
-            x += rank
-            self._reduce(self.region, algorithm, x)
-            if self._boards.failed:
-                raise FusedRingError(f"no answer within {PROBE_SECONDS:g} s")
-            if wrong := int((x != want).sum()):
-                raise FusedRingError(f"{wrong} of {PROBE_ELEMENTS} numbers did not arrive")
+        x = (torch.arange(PROBE_ELEMENTS, device=self._gpu.device) % 1009).float()
+        want = x * world + world * (world - 1) // 2
+        x += rank
+        self._reduce(self.region, algorithm, x)
+        if self._boards.failed:
+            raise FusedRingError(f"no answer within {PROBE_SECONDS:g} s")
+        if wrong := int((x != want).sum()):
+            raise FusedRingError(f"{wrong} of {PROBE_ELEMENTS} numbers did not arrive")
 
     def _region(self, addresses: list[int], rank: int, parity_bytes: int) -> Region:
         from fusedring.kernels.region import Region
