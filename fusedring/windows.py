@@ -39,9 +39,9 @@ class Window:
 
 @dataclass(slots=True)
 class _Kept:
-    """places: where the sources of a bucket lie (start, elements, address)."""
+    """addresses: where the sources of a bucket lie."""
 
-    places: list[tuple[int, int, int]]
+    addresses: list[int]
     windows: list[Window]
 
 
@@ -56,7 +56,8 @@ class Windows:
         """The windows of a launch on the flat `tensor`, parts of which are read from `sources`."""
         if not launch.elements:
             return []
-        places = [(source.start, source.tensor.numel(), source.tensor.data_ptr()) for source in sources]
+        tensors = [source.tensor for source in sources]
+        addresses = [source.data_ptr() for source in tensors]
         key = (
             launch.kind,
             launch.algorithm,
@@ -65,18 +66,20 @@ class Windows:
             launch.elements,
             launch.factor,
             tensor.data_ptr(),
-            tuple((start, elements, address % 16 == 0) for start, elements, address in places),
+            *[source.start for source in sources],
+            *[source.numel() for source in tensors],
+            *[address % 16 for address in addresses],
         )
         kept = self._kept.get(key)
         if kept is None:
             if len(self._kept) >= _BUCKETS_KEPT:
                 self._kept.clear()
-            kept = self._kept[key] = _Kept(places, self.build(launch, tensor, sources))
-        elif kept.places != places:
+            kept = self._kept[key] = _Kept(addresses, self.build(launch, tensor, sources))
+        elif kept.addresses != addresses:
             runs = _runs(tensor, sources)
             for window in kept.windows:
                 window.table.point_at(runs, self._write)
-            kept.places = places
+            kept.addresses = addresses
         return kept.windows
 
     def forget(self) -> None:

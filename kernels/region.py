@@ -134,8 +134,14 @@ class Prepared:
 
     def launch(self, output: torch.Tensor, patience: int) -> None:
         """Launch it on the current stream. output: the same tensor as before, or one at the same address."""
-        arguments = (*self._before, output, *self._between, patience, self._bits, *self._constants)
         if self._compiled is None:
-            self._compiled = self._kernel[self._grid](*arguments, **self._options)  # None under the interpreter
+            self._compiled = self.launch_by_triton(output, patience)
         else:
-            self._compiled[self._grid](*arguments)
+            self._compiled[self._grid](*self._arguments(output, patience))
+
+    def launch_by_triton(self, output: torch.Tensor, patience: int) -> Any:
+        """The same through Triton's compiler. Returns the compiled kernel; None under the interpreter."""
+        return self._kernel[self._grid](*self._arguments(output, patience), **self._options)
+
+    def _arguments(self, output: torch.Tensor, patience: int) -> tuple[Any, ...]:
+        return (*self._before, output, *self._between, patience, self._bits, *self._constants)

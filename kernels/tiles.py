@@ -118,7 +118,8 @@ class Table:
         """Read from these runs from now on: laid out and aligned as those that the table was made for."""
         addresses = tuple(run.source.data_ptr() for run in runs)
         if addresses != self._addresses:
-            self._rows[:, 0] = torch.tensor(addresses)[self._runs] + self._offsets
+            # By numpy: torch gathers with all threads, which takes milliseconds where others keep the cores busy.
+            self._rows.numpy()[:, 0] = torch.tensor(addresses).numpy()[self._runs.numpy()] + self._offsets.numpy()
             write(self.tiles, self._rows)
             self._addresses = addresses
 

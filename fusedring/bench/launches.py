@@ -1,23 +1,25 @@
-"""What the host spends on the tile tables of one kernel launch."""
+"""What the host spends on one kernel launch."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from fusedring.communicator import communicator_of
+from fusedring.bench.no_driver import no_driver
 from fusedring.launch import Launch, Source
-from fusedring.triton_engine import TritonEngine
+from fusedring.windows import Windows
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchCost:
     """Medians in microseconds for one bucket.
 
-    unchanged: its gradients lie where they lay last time. moved: they lie elsewhere. built: the bucket is new.
+    Preparing: its gradients lie where they lay last time (unchanged), elsewhere (moved), or the bucket is new (built).
+    launch: from there to the driver; first_path: the same by Triton's own way, which each first launch takes.
     """
 
     tensors: int
@@ -25,30 +27,46 @@ class LaunchCost:
     unchanged: float
     moved: float
     built: float
+    launch: float
+    first_path: float
 
 
 def launch_cost(*, elements: int, tensors: int, repeats: int = 200) -> LaunchCost:
-    """Prepare launches of a bucket of `elements` float32 elements whose gradients are `tensors` tensors of one size."""
-    communicator = communicator_of()
-    first = Launch("all_reduce", "ring", 16, torch.float32, torch.float32, engine="triton")
-    communicator.run(first, torch.zeros(16), timeout=60)
-    engine = communicator._engines["triton"]
-    assert isinstance(engine, TritonEngine)
+    """Prepare launches of a bucket of `elements` float32 elements whose gradients are `tensors` tensors of one size.
+
+    Launches go to a driver that does nothing; so this needs no GPU, and tables are written in host memory.
+    """
+    from fusedring.kernels.region import Region
+    from fusedring.kernels.signals import NVIDIA
+    from fusedring.kernels.tiles import write_now
+
+    world, channels = 8, 12
+    region = Region(torch.zeros(world + 1, dtype=torch.int64), 0, world, 64 << 20, channels, NVIDIA.value)
+    windows = Windows(region, write_now)
     flat = torch.zeros(elements)
     size = elements // tensors // 16 * 16
     sets = [[Source(i * size, torch.zeros(size)) for i in range(tensors)] for _ in range(2)]
     launch = Launch("all_reduce", "ring", elements, torch.float32, torch.bfloat16)
 
-    def prepare(sources: list[Source]) -> float:
-        start = time.perf_counter()
-        engine.windows.of(launch, flat, sources)
-        return 1e6 * (time.perf_counter() - start)
+    def prepare(turn: int) -> Callable[[], object]:
+        return lambda: windows.of(launch, flat, sets[turn % 2])
 
-    prepare(sets[0])
-    unchanged = [prepare(sets[0]) for _ in range(repeats)]
-    moved = [prepare(sets[turn % 2]) for turn in range(1, repeats)]
+    _microseconds(prepare(0))
+    unchanged = [_microseconds(prepare(0)) for _ in range(repeats)]
+    moved = [_microseconds(prepare(turn)) for turn in range(1, repeats)]
     built = []
     for _ in range(5):
-        engine.windows.forget()
-        built.append(prepare(sets[0]))
-    return LaunchCost(tensors, 4 * elements, *map(statistics.median, (unchanged, moved, built)))
+        windows.forget()
+        built.append(_microseconds(prepare(0)))
+    kernel = windows.of(launch, flat, sets[0])[0].kernel
+    with no_driver():
+        kernel.launch(flat, 1)  # compiles
+        launched = [_microseconds(lambda: kernel.launch(flat, 1)) for _ in range(repeats)]
+        first_path = [_microseconds(lambda: kernel.launch_by_triton(flat, 1)) for _ in range(repeats)]
+    return LaunchCost(tensors, 4 * elements, *map(statistics.median, (unchanged, moved, built, launched, first_path)))
+
+
+def _microseconds(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return 1e6 * (time.perf_counter() - start)

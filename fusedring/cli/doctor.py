@@ -19,7 +19,7 @@ import torch
 from fusedring import memory
 from fusedring.bench.local_ranks import RanksFailedError, run_on_ranks
 from fusedring.bench.self_test import BANDWIDTH_BYTES, TIMEOUT_SECONDS, SelfTest, self_test
-from fusedring.communicator import ONE_SHOT_BYTES
+from fusedring.communicator import ONE_SHOT_BYTES, ONE_SHOT_BYTES_ON_GPUS
 from fusedring.pictures import MATPLOTLIB_MISSING, has_matplotlib
 from fusedring.signals import check_machine, cores
 from fusedring.version import OLDEST_TORCH, TESTED_TORCH, TESTED_TRITON, __version__
@@ -106,7 +106,8 @@ def gpus() -> Check:
     if count == 0:
         return Check("GPUs", "note", "none that torch can use")
     peers = f", peer access between {reached} of {len(pairs)} ordered pairs" if pairs else ""
-    return Check("GPUs", "note", f"{count} ({names}){peers}; this version reduces tensors in host memory only")
+    untried = "fusedring's kernels have not been tried on any: benchmarks/device_check.py does that"
+    return Check("GPUs", "note", f"{count} ({names}){peers}; {untried}")
 
 
 def processor() -> Check:
@@ -151,8 +152,13 @@ def shared_memory() -> Check:
 def choices() -> list[Check]:
     """What 'auto' stands for."""
     return [
-        Check("engine", "ok", "host: tensors in host memory, shared between the processes of one machine"),
-        Check("algorithm", "ok", f"one_shot up to {ONE_SHOT_BYTES >> 10} KiB (fewest meetings), two_shot above"),
+        Check("engine", "ok", "host for tensors in host memory, triton for those on a GPU; all ranks on one machine"),
+        Check(
+            "algorithm",
+            "ok",
+            f"in host memory one_shot up to {ONE_SHOT_BYTES >> 10} KiB (fewest meetings), two_shot above; on GPUs "
+            f"one_shot up to {ONE_SHOT_BYTES_ON_GPUS >> 10} KiB, then two_shot with links between every two, else ring",
+        ),
     ]
 
 
