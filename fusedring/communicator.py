@@ -264,7 +264,12 @@ class Communicator:
         ways: list[Way] = [Alone(gpu)]
         if self.world_size > 1:
             assert self._group is not None
-            ways = [Peers(gpu, self._group), Pinned(gpu, self._workspace, limit)]
+            gpus = exchange([gpu.identity(), gpu.device.index], purpose="tell each other their GPUs")
+            identities, indices = zip(*gpus, strict=True)
+            if len(set(identities)) < len(gpus):
+                logger.warning("several ranks use the same GPU (%s): their kernels take turns", ", ".join(identities))
+            same_index = len(set(indices)) < len(set(identities))
+            ways = [Peers(gpu, self._group, same_index=same_index), Pinned(gpu, self._workspace, limit)]
         lent = lend(
             gpu,
             self._workspace,
@@ -288,8 +293,9 @@ class Communicator:
             )
         else:
             executor, full_mesh = Kernels(gpu, lent), lent.full_mesh
-            why_not = f" ({'; '.join(lent.why_not)})" if lent.why_not else ""
-            logger.info("%s: %s, %d channels%s", gpu.device, executor.name, channels, why_not)
+            if lent.why_not:
+                logger.warning("%s: %s, since %s", gpu.device, executor.name, "; ".join(lent.why_not))
+            logger.info("%s: %s, %d channels", gpu.device, executor.name, channels)
         self._on_gpus[gpu.device] = CudaEngine(gpu, self._workspace, executor, full_mesh=full_mesh)
         self._channels[gpu.device] = channels
 
@@ -380,7 +386,10 @@ class Communicator:
                 self._workspace.close()
 
     def abandon(self) -> None:
-        """Let go of the memory at once. What is queued fails, and peers that wait for this rank are told."""
+        """Let go of the memory. What is queued fails, and peers that wait for this rank are told.
+
+        What a GPU has been given gets a few seconds, since others may rightly wait for it.
+        """
         self.closed = True
         for engine in self._on_gpus.values():
             engine.abandon()
@@ -534,9 +543,14 @@ _inherited: set[dist.ProcessGroup] = set()
 """In a forked child, the groups of its parent, for which it must not speak."""
 
 
+_parents: list[Communicator] = []
+"""In a forked child, what its parent had: kept, since memory of a GPU cannot be freed there."""
+
+
 def _leave_to_parent() -> None:
     for communicator in _communicators.values():
         communicator.closed = True
+    _parents.extend(_communicators.values())
     _communicators.clear()
     _inherited.update(distributed_c10d._world.pg_map)
 

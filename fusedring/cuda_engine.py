@@ -11,6 +11,7 @@ tables and buffers that a graph reads are kept, and changed no more, until the g
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -41,6 +42,10 @@ CHANNELS = 12
 """Programs of a launch: few, so that backward keeps its multiprocessors. Not measured."""
 
 
+LEAVE_SECONDS = 5.0
+"""How long a rank that ends without close() waits for its last launches, before it makes them leave."""
+
+
 @dataclass(slots=True)
 class Pending:
     """A launch that was started: when it begins and is done, and what its kernels learn meanwhile."""
@@ -64,6 +69,7 @@ class CudaEngine:
         self.executor = executor
         self._workspace = workspace
         self._failure: FusedRingError | None = None
+        self._last: Event | None = None
         self._checks_each = os.environ.get("FUSEDRING_DEBUG") == "1"
 
     @torch.no_grad()
@@ -95,6 +101,8 @@ class CudaEngine:
             done = gpu.mark(gpu.comm)
         if not after:
             gpu.keep(tensor, gpu.comm)
+        if not gpu.is_capturing():
+            self._last = done
         return Pending(begun, done, totals)
 
     def join(self, pending: Pending, label: str) -> None:
@@ -116,12 +124,33 @@ class CudaEngine:
 
     def close(self) -> None:
         """Wait for what was started, which is bounded, and let go of the memory."""
-        self.gpu.settle()
-        self.executor.close()
+        try:
+            self.gpu.settle()
+        finally:
+            self.executor.close()
 
     def abandon(self) -> None:
-        """Make kernels leave, without a call of the driver."""
-        self.executor.stop()
+        """Close without waiting for long: kernels that wait in vain are made to leave."""
+        for give_up in (False, True):
+            if give_up:
+                self.executor.stop()
+            if self._is_through_within(LEAVE_SECONDS):
+                self.executor.close()
+                return
+        # Something else keeps the GPU busy: then its memory stays, as long as the process.
+
+    def _is_through_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._last is not None:
+            try:
+                if self.gpu.has_passed(self._last):
+                    break
+            except RuntimeError:  # the GPU is lost, or being captured
+                return False
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
 
 
 class Executor(Protocol):
@@ -179,6 +208,8 @@ class Kernels:
 
     def stop(self) -> None:
         self._boards.stop()
+        if self._watch is not None:
+            self._watch.close()
 
     def close(self) -> None:
         if self._watch is not None:

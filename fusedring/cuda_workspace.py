@@ -13,6 +13,7 @@ rank has closed does no harm.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -226,12 +227,16 @@ def _troubles(exchange: Exchange, what: str, act: Callable[[], object]) -> list[
 
 
 class Peers:
-    """GPUs' memory, mapped into each other by torch. group: of more than one rank."""
+    """GPUs' memory, mapped into each other by torch. group: of more than one rank.
+
+    same_index: whether ranks use different GPUs that have the same index in their processes, as where each process sees
+    one GPU only. torch takes them for one GPU then, unless it is told that this is meant.
+    """
 
     name = "peer memory"
 
-    def __init__(self, gpu: Gpu, group: dist.ProcessGroup) -> None:
-        self._gpu, self._group = gpu, group
+    def __init__(self, gpu: Gpu, group: dist.ProcessGroup, *, same_index: bool) -> None:
+        self._gpu, self._group, self._same_index = gpu, group, same_index
         self._memory: torch.Tensor | None = None
         self._handle: Any = None
 
@@ -245,6 +250,8 @@ class Peers:
         from torch.distributed import _symmetric_memory
 
         assert self._memory is not None
+        if self._same_index:
+            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
         self._handle = _symmetric_memory.rendezvous(self._memory, self._group)
         # The pointers are those of whole allocations; a tensor begins at the same offset in all of them.
         rank = dist.get_rank(self._group)
@@ -254,13 +261,16 @@ class Peers:
     def is_full_mesh(self) -> bool:
         from torch._C import _autograd, _distributed_c10d
 
+        if self._same_index:
+            return False  # the links to GPUs that this process does not see are not known
         try:
             detect = _distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
             matrix = detect(_autograd.DeviceType.CUDA, "nvlink").matrix
         except (RuntimeError, AttributeError):  # not on this platform
             return False
         mine = self._gpu.device.index
-        return all(links > 0 for device, links in enumerate(matrix[mine]) if device != mine)
+        others = [links for device, links in enumerate(matrix[mine]) if device != mine]
+        return len(others) >= dist.get_world_size(self._group) - 1 and all(links > 0 for links in others)
 
     def close(self) -> None:
         self._handle = self._memory = None

@@ -6,7 +6,7 @@ Streams and events are opaque here: what one call returns, another takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +31,10 @@ class Gpu(Protocol):
 
     def current_stream(self) -> Stream:
         """The stream that torch's operators use now, in this thread."""
+        ...
+
+    def identity(self) -> str:
+        """Which GPU of the world it is."""
         ...
 
     def new_stream(self) -> Stream:
@@ -119,6 +123,9 @@ class Cuda:
     def current_stream(self) -> Stream:
         return torch.cuda.current_stream(self.device)
 
+    def identity(self) -> str:
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
     def new_stream(self) -> Stream:
         return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
@@ -164,11 +171,19 @@ class Cuda:
 
     def register(self, memory: torch.Tensor) -> int:
         with torch.cuda.device(self.device):
-            _check(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE | _MAPPED))
+            code = int(_runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE | _MAPPED))
+            if code:
+                self._drain()
+            _check(code)
         return memory.data_ptr()  # the same address on the device: all that torch runs on have unified addresses
 
     def unregister(self, memory: torch.Tensor) -> None:
-        _check(_runtime().cudaHostUnregister(memory.data_ptr()))
+        _check(int(_runtime().cudaHostUnregister(memory.data_ptr())))
+
+    def _drain(self) -> None:
+        """The runtime keeps its last error until somebody asks for it; the next operator would take it for its own."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
 
     def patience(self, seconds: float) -> int:
         return min(int(1e9 * seconds), (1 << 62))
@@ -184,6 +199,6 @@ def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _check(code: Any) -> None:
-    if int(code) != 0:
-        raise FusedRingError(f"host memory cannot be made reachable for the GPU: {torch.cuda.CudaError(int(code))}")
+def _check(code: int) -> None:
+    if code != 0:
+        raise FusedRingError(f"host memory cannot be made reachable for the GPU: {torch.cuda.CudaError(code)}")

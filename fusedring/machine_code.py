@@ -92,7 +92,9 @@ class KernelReport:
     what the main path of all phases together moves for one element, each loop taken once. instructions_per_element: PTX
     instructions of the busiest block of the main path, for one element. rmw_on_signals: atomics at system scope.
     weak_signals: relaxed or volatile accesses, acquires and releases of a smaller scope, releases by every thread.
-    fma_in_reduction: fused multiply-adds on floats, in PTX and in machine code. scale_bits: width of the scale.
+    branches_on_clock: branches that warps may take differently, since each has read another time; what has gone through
+    shared memory is the same for all. fma_in_reduction: fused multiply-adds on floats, in PTX and in machine code.
+    scale_bits: width of the scale.
     """
 
     name: str
@@ -105,6 +107,7 @@ class KernelReport:
     releases: int | None = None
     weak_signals: int | None = None
     barrier_before_every_release: bool | None = None
+    branches_on_clock: int | None = None
     narrow_bulk_accesses: int | None = None
     wide_bulk_accesses: int | None = None
     wide_loads: int | None = None
@@ -143,6 +146,8 @@ def problems(report: KernelReport) -> list[str]:
         found.append("a release without a barrier before it")
     if report.releases is not None and report.rmw_on_signals:
         found.append(f"{report.rmw_on_signals} read-modify-writes at system scope")
+    if report.branches_on_clock:
+        found.append(f"{report.branches_on_clock} branches on a time that differs between warps")
     if report.fma_in_reduction:
         found.append(f"{report.fma_in_reduction} fused multiply-adds")
     if report.scale_bits is not None and report.scale_bits < 64:
@@ -241,7 +246,7 @@ class _Instruction:
     block: int
 
 
-_REGISTER = re.compile(r"%(?:[a-z]+\d+|tid\.[xyz]|laneid|first|thread)\b")
+_REGISTER = re.compile(r"%(?:[a-z]+\d+|tid\.[xyz]|laneid|globaltimer|first|thread)\b")
 _LINE = re.compile(r"^(?:@(!?%\w+)\s+)?([a-z][\w.:]*)\s*(.*?);?$")
 _ACCESS = re.compile(r"^(ld|st)\.global(?:\.[a-zA-Z_0-9:]+?)*?(?:\.v(\d))?\.[bsuf](\d+)$")
 
@@ -276,7 +281,11 @@ def _instructions(ptx: str) -> list[_Instruction]:
 
 def _depends_on_thread(code: Sequence[_Instruction]) -> set[str]:
     """Registers whose value differs between threads."""
-    dependent = {"%tid.x", "%tid.y", "%tid.z", "%laneid"}
+    return _depending(code, {"%tid.x", "%tid.y", "%tid.z", "%laneid"})
+
+
+def _depending(code: Sequence[_Instruction], dependent: set[str]) -> set[str]:
+    """Registers whose value depends on these; not by way of memory."""
     size = 0
     while len(dependent) != size:
         size = len(dependent)
@@ -305,6 +314,7 @@ def _read_nvidia(compiled: Any, name: str, *, elements_per_thread: float) -> Ker
             busy.add(instruction.block)
             narrow += nbytes < 16
             wide[access[1]] += nbytes >= 16
+    timed = _depending(code, {"%globaltimer"})
     opcodes = Counter(instruction.opcode for instruction in code)
     instructions = Counter(instruction.block for instruction in code)
     registers, spills, fused = _assembled(compiled)
@@ -319,6 +329,9 @@ def _read_nvidia(compiled: Any, name: str, *, elements_per_thread: float) -> Ker
         acquires=sum(n for op, n in opcodes.items() if op.startswith("ld.") and ".acquire" in op),
         releases=sum(n for op, n in opcodes.items() if op.startswith("st.") and ".release" in op),
         barrier_before_every_release=all(_barrier_before(code, at) for at, i in enumerate(code) if _releases(i)),
+        branches_on_clock=sum(
+            instruction.opcode.split(".")[0] == "bra" and instruction.guard.lstrip("!") in timed for instruction in code
+        ),
         narrow_bulk_accesses=narrow,
         wide_bulk_accesses=sum(wide.values()),
         wide_loads=wide["ld"],

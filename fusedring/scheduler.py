@@ -109,6 +109,9 @@ class Scheduler:
             config.engine, self._device, channels=config.channels, timeout=config.timeout
         )
         self._gpu = communicator.gpu_engine(self._device)
+        if self._gpu is not None:
+            for bucket in buckets:  # a step that fails may leave launches behind
+                self._gpu.gpu.keep(bucket.flat, self._gpu.gpu.comm)
         self._flags_on_the_way: deque[FlagsOnTheWay] = deque()
         self._forward_order = 0
         self._expecting = False

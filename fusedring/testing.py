@@ -37,6 +37,9 @@ PARITY_BYTES = 8 << 20
 CHANNELS = {"cuda": 8, "cpu": 2}
 """Programs of each virtual rank, by type of device."""
 
+_STREAMS = 32
+"""torch has no more streams of one priority, and two virtual ranks in one stream would wait for each other."""
+
 Before = Callable[[int], None]
 """before(rank): what a virtual rank does before it launches, on its stream."""
 
@@ -48,8 +51,12 @@ def virtual_ranks(
     *,
     channels: int | None = None,
     parity_bytes: int = PARITY_BYTES,
+    cooperative: bool = False,
 ) -> Iterator[VirtualRanks]:
     """`world_size` ranks on one device. channels: programs of each; parity_bytes: of slots, a multiple of 256.
+
+    cooperative: launch as between several GPUs. Off by default, since a driver may not run two such kernels next to
+    each other; that all programs find their place is checked here.
 
     Raises ValueError for arguments that cannot be, or where the GPU has no room for all programs at once,
     FusedRingError where there is no GPU.
@@ -71,7 +78,7 @@ def virtual_ranks(
         place: _Place = _Processes()
     else:
         place = _Streams(device, world_size, channels)
-    ranks = VirtualRanks(place, world_size, channels, parity_bytes)
+    ranks = VirtualRanks(place, world_size, channels, parity_bytes, cooperative=cooperative)
     try:
         yield ranks
     finally:
@@ -81,12 +88,12 @@ def virtual_ranks(
 class VirtualRanks:
     """Made by `virtual_ranks`. Collectives take one tensor per rank, in rank order, and work in place."""
 
-    def __init__(self, place: _Place, world_size: int, channels: int, parity_bytes: int) -> None:
+    def __init__(self, place: _Place, world_size: int, channels: int, parity_bytes: int, *, cooperative: bool) -> None:
         from fusedring.kernels.region import region_bytes
         from fusedring.kernels.signals import BOARD_BYTES
 
         self.world_size, self.channels = world_size, channels
-        self._place = place
+        self._place, self._cooperative = place, cooperative
         ranks = range(world_size)
         self._memory = [place.device_bytes(region_bytes(world_size, parity_bytes)) for _ in ranks]
         self._pages = [place.host_bytes(BOARD_BYTES) for _ in ranks]
@@ -150,7 +157,10 @@ class VirtualRanks:
         from fusedring.kernels.region import Region
 
         table = torch.tensor(bases).to(self._place.device)
-        return Region(table, rank, self.world_size, parity_bytes, self.channels, self._place.platform)
+        place = self._place
+        return Region(
+            table, rank, self.world_size, parity_bytes, self.channels, place.platform, cooperative=self._cooperative
+        )
 
     def _run(self, kind: str, tensors: Sequence[torch.Tensor], how: dict[str, Any]) -> None:
         timeout = how.pop("timeout", 60.0)
@@ -235,6 +245,8 @@ class _Streams:
     def __init__(self, device: torch.device, world_size: int, channels: int) -> None:
         self._gpu = Cuda(device)
         self.device, self.platform = self._gpu.device, self._gpu.platform
+        if world_size > _STREAMS:
+            raise ValueError(f"world_size must be at most {_STREAMS} on a GPU, got {world_size}")
         places = torch.cuda.get_device_properties(self.device).multi_processor_count
         if world_size * channels > places:
             raise ValueError(

@@ -31,7 +31,6 @@ CHANNELS = 2
 """Programs of a launch. The interpreter runs them one after another, so here they are only as many as tests need."""
 
 _MOST_LOOKS = 1 << 62
-_LOOKS_MEASURED = 50
 
 
 class TritonEngine:
@@ -100,14 +99,14 @@ class _Opened:
             torch.tensor(bases), workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, INTERPRETER.value
         )
         self.windows = Windows(self._region, write_now)
-        self._look_seconds = _seconds_per_look()
+        self._look_seconds = seconds_per_look()
 
     def run(self, launch: Launch, window: Window, tensor: torch.Tensor, timeout: float) -> None:
         """Run one kernel to its end. Raises if it gave up."""
         ended, watch = self._epochs(), Watch(self.boards)
         try:
             with np.errstate(all="ignore"):
-                window.kernel.launch(tensor, max(1, min(_MOST_LOOKS, int(timeout / self._look_seconds))))
+                window.kernel.launch(tensor, looks_within(timeout, self._look_seconds))
         finally:
             watch.close()
         if not torch.equal(self._epochs(), ended + 1):  # a channel that is through has counted
@@ -142,16 +141,25 @@ def _alone(launch: Launch, rank: int) -> Iterator[None]:
         _interpreting.release()
 
 
-def _seconds_per_look() -> float:
+def seconds_per_look() -> float:
     """What one look of a waiting kernel takes here and now."""
-    from fusedring.kernels.signals import BOARD_BYTES, SIGNALS, wait_in_vain
+    from fusedring.kernels.signals import BOARD_BYTES, PROMPT, SIGNALS, wait_in_vain
 
     words = torch.zeros(SIGNALS.value + 1, dtype=torch.int32)
     board = torch.zeros(BOARD_BYTES // 4, dtype=torch.int32)
-    wait_in_vain[(1,)](words.data_ptr(), board.data_ptr(), 1)
-    start = time.perf_counter()
-    wait_in_vain[(1,)](words.data_ptr(), board.data_ptr(), _LOOKS_MEASURED)
-    return (time.perf_counter() - start) / _LOOKS_MEASURED
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        wait_in_vain[(1,)](words.data_ptr(), board.data_ptr(), 1)
+        times.append(time.perf_counter() - start)
+    return min(times) / int(PROMPT.value)
+
+
+def looks_within(timeout: float, look_seconds: float) -> int:
+    """The patience of a wait that ends after about `timeout` seconds."""
+    from fusedring.kernels.signals import PROMPT
+
+    return max(1, min(_MOST_LOOKS, int(timeout / look_seconds) - int(PROMPT.value)))
 
 
 _interpreting = threading.Lock()

@@ -33,6 +33,7 @@ class Region:
     parity_bytes: int
     channels: int
     platform: int
+    cooperative: bool = True
 
     def __post_init__(self) -> None:
         assert 1 <= self.channels <= MOST_CHANNELS
@@ -85,13 +86,12 @@ def bits_of(scale: float) -> int:
     return int(bits)
 
 
-def options(platform: int) -> dict[str, Any]:
+def options(platform: int, *, cooperative: bool = True) -> dict[str, Any]:
     """How all kernels are compiled and launched.
 
-    A fused multiply-add would round once where product and sum round twice. Programs that wait for each other's peers
-    must all be resident: a cooperative launch fails where they cannot be, instead of hanging.
+    A fused multiply-add would round once where product and sum round twice.
     """
-    nvidia = {"maxnreg": MOST_REGISTERS, "launch_cooperative_grid": True} if platform == NVIDIA.value else {}
+    nvidia = {"maxnreg": MOST_REGISTERS, "launch_cooperative_grid": cooperative} if platform == NVIDIA.value else {}
     return {"num_warps": WARPS, "enable_fp_fusion": False, **nvidia}
 
 
@@ -129,7 +129,7 @@ class Prepared:
         )
         self._bits = bits_of(how["scale"])
         self._constants = (*flags.values(), form(how["dtype"], how["wire"], region))
-        self._options = options(region.platform)
+        self._options = options(region.platform, cooperative=region.cooperative)
         self._compiled: Any = None
 
     def launch(self, output: torch.Tensor, patience: int) -> None:

@@ -25,12 +25,12 @@ every peer's abort word, fills its part of the output with NaN and leaves. Both 
 once, until the host closes the workspace. Nothing traps.
 
 A board lies behind PCIe, so only a wait that has lasted for `PROMPT` looks at its stop word, and shows there what it
-waits for; a host can then tell whether that rank still lives.
+waits for; a host can then tell whether that rank still lives. All threads of a program must take the same branches,
+since they meet at barriers: what a branch depends on comes from `look_at` or `clock`, which give all the same.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
 from triton.language.extra.hip import memrealtime
 
 # The words of a region: abort, one epoch word per channel, then SIGNAL_ROW signals for each row. Rows 0 .. 2(W-1)-1
@@ -60,8 +60,11 @@ AMD = tl.constexpr(2)
 TIMED_OUT = tl.constexpr(1)
 ABORTED = tl.constexpr(2)
 
-PROMPT = tl.constexpr(1_000_000)
-"""Nanoseconds: several times what a chunk takes on the slowest link."""
+PROMPT = tl.constexpr(256)
+"""Looks, of about a microsecond: longer than a chunk takes on the slowest link."""
+
+THREADS = tl.constexpr(512)
+"""Of a program, at the most: 8 warps of 64."""
 
 _RELEASE = tl.constexpr(
     """
@@ -121,24 +124,22 @@ def look_at(pointer):
 def wait_for(pointer, epoch, base, board, channel, awaited, step, chunk, patience, PLATFORM: tl.constexpr):
     """WAIT until the signal has reached `epoch`. If it does not, or this rank is to give up: False, and word of it."""
     late = look_at(pointer) - epoch
+    looks = 0
+    while (late < 0) & (looks < PROMPT):
+        looks = tl.where(is_aborted(base), PROMPT, looks + 1)
+        late = look_at(pointer) - epoch
     if late < 0:
+        tl.store(notice(board, channel, WAITING + 1), step)
+        tl.store(notice(board, channel, WAITING + 2), chunk)
+        tl.store(notice(board, channel, WAITING), awaited + 1)
         started = clock(PLATFORM)
         waited = tl.full((), 0, tl.int64)
-        shown = 0
         while (late < 0) & (waited < patience):
-            give_up = is_aborted(base)
-            if (waited >= PROMPT) | (PLATFORM == INTERPRETER):
-                if shown == 0:
-                    tl.store(notice(board, channel, WAITING + 1), step)
-                    tl.store(notice(board, channel, WAITING + 2), chunk)
-                    tl.store(notice(board, channel, WAITING), awaited + 1)
-                    shown = 1
-                give_up = give_up | (look_at(word(board, STOP)) != 0)
+            give_up = is_aborted(base) | (look_at(word(board, STOP)) != 0)
             passed = clock(PLATFORM) - started if PLATFORM != INTERPRETER else waited + 1
             waited = tl.where(give_up, patience, passed)
             late = look_at(pointer) - epoch
-        if shown != 0:
-            tl.store(notice(board, channel, WAITING), 0)
+        tl.store(notice(board, channel, WAITING), 0)
         if late < 0:
             report(base, board, channel, awaited, step, chunk, epoch, PLATFORM)
     return late >= 0
@@ -146,11 +147,19 @@ def wait_for(pointer, epoch, base, board, channel, awaited, step, chunk, patienc
 
 @triton.jit
 def clock(PLATFORM: tl.constexpr):
-    """Nanoseconds since some time; 0 where there is no clock."""
+    """Nanoseconds since some time, the same in all threads; 0 where there is no clock.
+
+    Each warp reads another time. Were it used as it is, warps would leave a loop in different rounds and meet at
+    different barriers. So the latest counts, which reaches all threads by way of shared memory: one for each thread.
+    """
     if PLATFORM == NVIDIA:
-        now = globaltimer()
+        times = tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l,r", [tl.arange(0, THREADS)], dtype=tl.int64, is_pure=False, pack=1
+        )
+        now = tl.max(times, axis=0)
     elif PLATFORM == AMD:
-        now = 10 * memrealtime()  # it ticks at 100 MHz
+        times = memrealtime() + tl.zeros((THREADS,), tl.int64)
+        now = 10 * tl.max(times, axis=0)  # it ticks at 100 MHz
     else:
         now = tl.full((), 0, tl.int64)
     return now
@@ -181,7 +190,7 @@ def end(base, board, channel, epoch):
 def report(base, board, channel, awaited, step, chunk, epoch, PLATFORM: tl.constexpr):
     """Leave word of a wait that failed: for which rank, at which step, for which chunk. The first report stays."""
     failed = notice(board, channel, FAILED)
-    if tl.load(failed) == 0:
+    if look_at(failed) == 0:
         tl.store(failed + 1, awaited)
         tl.store(failed + 2, step)
         tl.store(failed + 3, chunk)
@@ -194,7 +203,7 @@ def report(base, board, channel, awaited, step, chunk, epoch, PLATFORM: tl.const
 def abort_all(bases, world, board, channel, PLATFORM: tl.constexpr):
     """Raise the abort word of every rank, this one included. A launch that never waited says just that it left."""
     failed = notice(board, channel, FAILED)
-    if tl.load(failed) == 0:
+    if look_at(failed) == 0:
         tl.store(failed + 1, -1)
         post(failed, tl.full((), ABORTED, tl.int32), PLATFORM)
     for other in range(world):

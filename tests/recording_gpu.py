@@ -6,6 +6,7 @@ well as the order of calls.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class RecordingGpu:
         self.registered: set[int] = set()
         self._current = ["main"]
         self._marks = 0
-        self._look_seconds = triton_engine._seconds_per_look()
+        self._look_seconds = triton_engine.seconds_per_look()
 
     def note(self, *call: Any) -> None:
         self.calls.append(call)
@@ -79,6 +80,9 @@ class RecordingGpu:
     def is_capturing(self) -> bool:
         return self.capturing
 
+    def identity(self) -> str:
+        return f"pretended GPU of process {os.getpid()}"
+
     def settle(self) -> None:
         assert not self.capturing, "a capture cannot wait"
         self.note("settle")
@@ -106,7 +110,7 @@ class RecordingGpu:
         self.registered.remove(memory.data_ptr())
 
     def patience(self, seconds: float) -> int:
-        return max(1, int(seconds / self._look_seconds))
+        return triton_engine.looks_within(seconds, self._look_seconds)
 
 
 def record_kernels(gpu: RecordingGpu) -> None:
@@ -141,7 +145,7 @@ class NoPeers:
 
     name = "peer memory"
 
-    def __init__(self, gpu: Any, group: Any) -> None:
+    def __init__(self, gpu: Any, group: Any, *, same_index: bool = False) -> None:
         pass
 
     def allocate(self, nbytes: int) -> torch.Tensor:

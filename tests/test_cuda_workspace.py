@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import fusedring
+from fusedring import cuda_workspace
 from fusedring.communicator import communicator_of
-from fusedring.cuda_workspace import Alone, Lent, Pages, Pinned, lend
+from fusedring.cuda_workspace import Alone, Lent, Pages, Peers, Pinned, lend
 from fusedring.ledger import ENTRIES, LEDGER_BYTES, Ledger
 from tests.ranks import run_ranks
 from tests.recording_gpu import NoPeers, RecordingGpu, pretend
@@ -55,7 +56,6 @@ class FailsOn(Pinned):
 
 def check_ways(rank: int, world: int) -> list[tuple[str, ...]]:
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring import cuda_workspace
 
     cuda_workspace.PROBE_ELEMENTS, cuda_workspace.PROBE_SECONDS = 4096, 2.0
     communicator = communicator_of()
@@ -124,7 +124,7 @@ def test_all_ranks_take_the_first_way_that_works_for_all(world):
 def check_wrong_data(rank: int, world: int) -> str:
     """The flags come, the data is not what was sent."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring import cuda_workspace
+
     from fusedring.kernels.region import Prepared
 
     cuda_workspace.PROBE_ELEMENTS, cuda_workspace.PROBE_SECONDS = 4096, 20.0
@@ -256,3 +256,58 @@ def test_a_ledger_that_runs_far_ahead():
     slow.enter(other)
     with pytest.raises(fusedring.MismatchError):
         slow.compare()
+
+
+@pytest.mark.parametrize("same_index", [False, True])
+def test_addresses_of_peers(monkeypatch, same_index):
+    """Pointers are those of allocations, in which the tensor begins somewhere; the same place at all ranks."""
+    from torch.distributed import _symmetric_memory
+
+    allocation = torch.zeros(4096, dtype=torch.uint8)
+
+    class Handle:
+        buffer_ptrs = (1_000_000, allocation.data_ptr(), 3_000_000)
+
+    asked = {}
+    monkeypatch.setattr(_symmetric_memory, "empty", lambda nbytes, dtype, device: allocation[512 : 512 + nbytes])
+    monkeypatch.setattr(
+        _symmetric_memory, "rendezvous", lambda tensor, group: asked.update(group=group, tensor=tensor) or Handle()
+    )
+    monkeypatch.setattr(cuda_workspace.dist, "get_rank", lambda group: {"the group": 1}[group])
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    way = Peers(_Device(), "the group", same_index=same_index)
+    memory = way.allocate(100)
+    assert memory.numel() == 100
+    assert way.map() == [1_000_512, memory.data_ptr(), 3_000_512]
+    assert asked["tensor"] is memory
+    assert ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in os.environ) is same_index
+    way.close()
+
+
+class _Device:
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "world", "full"),
+    [
+        ([[0, 18, 18], [18, 0, 18], [18, 18, 0]], 3, True),
+        ([[0, 4, 0], [4, 0, 4], [0, 4, 0]], 3, False),
+        ([[0]], 2, False),
+        (RuntimeError("no such detector"), 2, False),
+    ],
+)
+def test_whether_every_two_gpus_have_links_of_their_own(monkeypatch, matrix, world, full):
+    from torch._C import _distributed_c10d
+
+    def detect(device_type: Any, connection: str) -> Any:
+        assert connection == "nvlink"
+        if isinstance(matrix, Exception):
+            raise matrix
+        return type("Connectivity", (), {"matrix": matrix})
+
+    monkeypatch.setattr(_distributed_c10d, "_detect_dma_connectivity", detect)
+    monkeypatch.setattr(cuda_workspace.dist, "get_world_size", lambda group: world)
+    assert Peers(_Device(), "the group", same_index=False).is_full_mesh() is full
+    assert not Peers(_Device(), "the group", same_index=True).is_full_mesh()

@@ -10,9 +10,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 from fusedring.cli import main
-from fusedring.kernels.signals import INTERPRETER, NVIDIA, post, word
+from fusedring.kernels.signals import INTERPRETER, NVIDIA, clock, post, word
 from fusedring.machine_code import KERNELS, Variant, check_variant, compile_kernel, problems, read, variants
 
 FLOAT, HALF, BFLOAT, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -159,6 +160,27 @@ def test_a_release_without_a_barrier_before_it_is_noticed(first):
     assert report.barrier_before_every_release is first
     assert report.weak_signals == (0 if first else 1)  # the second one is released by every thread
     assert ("a release without a barrier before it" in problems(report)) is not first
+
+
+@triton.jit
+def _waits_by_the_clock(base, out, UNIFORM: tl.constexpr):  # noqa: N803
+    now = clock(NVIDIA) if UNIFORM else globaltimer()
+    until = now + 1000
+    while now < until:
+        tl.atomic_add(word(base, 0), 0, sem="acquire", scope="sys")
+        now = clock(NVIDIA) if UNIFORM else globaltimer()
+    tl.store(out + tl.arange(0, 256), now + tl.zeros((256,), tl.int64))
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_a_branch_on_a_time_that_differs_between_warps_is_noticed(uniform):
+    constants, types = {"UNIFORM": uniform}, {"base": "i64", "out": "*i64"}
+    compiled = compile_kernel(
+        _waits_by_the_clock, types, constants, "sm_90", divisible=["out"], options={"num_warps": 8}
+    )
+    report = read(compiled, "waits", "sm_90", block=256, threads=256)
+    assert (report.branches_on_clock == 0) is uniform
+    assert any("differs between warps" in problem for problem in problems(report)) is not uniform
 
 
 def test_a_scale_in_single_precision_is_noticed():
