@@ -52,8 +52,11 @@ def virtual_ranks(
     channels: int | None = None,
     parity_bytes: int = PARITY_BYTES,
     cooperative: bool = False,
+    stages: int = 1,
 ) -> Iterator[VirtualRanks]:
     """`world_size` ranks on one device. channels: programs of each; parity_bytes: of slots, a multiple of 256.
+
+    stages: tiles that a program has on their way at once, 1 to 8.
 
     cooperative: launch as between several GPUs. Off by default, since a driver may not run two such kernels next to
     each other; that all programs find their place is checked here.
@@ -68,6 +71,8 @@ def virtual_ranks(
         raise ValueError(f"device must be cuda or cpu, got {device}")
     if parity_bytes < 1 or parity_bytes % 256:
         raise ValueError(f"parity_bytes must be a positive multiple of 256, got {parity_bytes}")
+    if not 1 <= stages <= 8:
+        raise ValueError(f"stages must lie between 1 and 8, got {stages}")
     channels = CHANNELS[device.type] if channels is None else channels
     from fusedring.kernels.signals import MOST_CHANNELS
 
@@ -78,7 +83,7 @@ def virtual_ranks(
         place: _Place = _Processes()
     else:
         place = _Streams(device, world_size, channels)
-    ranks = VirtualRanks(place, world_size, channels, parity_bytes, cooperative=cooperative)
+    ranks = VirtualRanks(place, world_size, channels, parity_bytes, cooperative=cooperative, stages=stages)
     try:
         yield ranks
     finally:
@@ -86,14 +91,19 @@ def virtual_ranks(
 
 
 class VirtualRanks:
-    """Made by `virtual_ranks`. Collectives take one tensor per rank, in rank order, and work in place."""
+    """Made by `virtual_ranks`. Collectives take one tensor per rank, in rank order, and work in place.
 
-    def __init__(self, place: _Place, world_size: int, channels: int, parity_bytes: int, *, cooperative: bool) -> None:
+    device: where the tensors must lie.
+    """
+
+    def __init__(
+        self, place: _Place, world_size: int, channels: int, parity_bytes: int, *, cooperative: bool, stages: int
+    ) -> None:
         from fusedring.kernels.region import region_bytes
         from fusedring.kernels.signals import BOARD_BYTES
 
-        self.world_size, self.channels = world_size, channels
-        self._place, self._cooperative = place, cooperative
+        self.world_size, self.channels, self.device = world_size, channels, place.device
+        self._place, self._cooperative, self._stages = place, cooperative, stages
         ranks = range(world_size)
         self._memory = [place.device_bytes(region_bytes(world_size, parity_bytes)) for _ in ranks]
         self._pages = [place.host_bytes(BOARD_BYTES) for _ in ranks]
@@ -157,9 +167,15 @@ class VirtualRanks:
         from fusedring.kernels.region import Region
 
         table = torch.tensor(bases).to(self._place.device)
-        place = self._place
         return Region(
-            table, rank, self.world_size, parity_bytes, self.channels, place.platform, cooperative=self._cooperative
+            table,
+            rank,
+            self.world_size,
+            parity_bytes,
+            self.channels,
+            self._place.platform,
+            cooperative=self._cooperative,
+            stages=self._stages,
         )
 
     def _run(self, kind: str, tensors: Sequence[torch.Tensor], how: dict[str, Any]) -> None:

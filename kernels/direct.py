@@ -27,7 +27,7 @@ import triton.language as tl
 from fusedring.kernels.cast import narrow, widen
 from fusedring.kernels.region import How, Prepared, Region, Totals
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal, wait_for
-from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
+from fusedring.kernels.tiles import Table, keep, nothing, own, poison, put, read_tile, slot, take, tell
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _send_tile(tile, origin, bucket, link, to, until, FULL: tl.constexpr, FORM: 
 
 @triton.jit
 def _sum_tile(tile, origin, bucket, link, first, last, to, until, FULL: tl.constexpr, FORM: tl.constexpr):
-    """Returns sum of squares and non-finite flag."""
+    """Returns sum of squares and non-finite flag, (LANES,)."""
     BLOCK: tl.constexpr = FORM[2]
     source, start, valid, span = tile
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
@@ -95,12 +95,11 @@ def _send(ok, bucket, link, segment, to, until, FORM: tl.constexpr):
     for chunk in range(channel, chunks, FORM[3]):
         index = segment * chunks + chunk
         if ok:
-            for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
-                tile = read_tile(tiles, number)
-                if tile[2] == FORM[2]:
-                    _send_tile(tile, origin, bucket, link, to, until, True, FORM)
-                else:
-                    _send_tile(tile, origin, bucket, link, to, until, False, FORM)
+            here = chunk_tiles + 2 * index
+            for number in tl.range(tl.load(here), tl.load(here + 1), num_stages=FORM[5]):
+                _send_tile(read_tile(tiles, number), origin, bucket, link, to, until, True, FORM)
+            for number in range(tl.load(here + 1), tl.load(here + 2)):
+                _send_tile(read_tile(tiles, number), origin, bucket, link, to, until, False, FORM)
             _post_to(to, until, 2 * world + rank, index, link, FORM)
     return ok
 
@@ -110,7 +109,7 @@ def _sum(ok, bucket, link, segment, first, last, to, until, FORM: tl.constexpr):
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
     bases, mine, board, rank, world, slots, pitch, epoch, channel, patience = link
     origin = tl.load(origins + segment)
-    squares, unbounded = 0.0, 0
+    squares, unbounded = nothing()
     for chunk in range(channel, chunks, FORM[3]):
         index = segment * chunks + chunk
         for sender in range(first, last):
@@ -118,14 +117,15 @@ def _sum(ok, bucket, link, segment, first, last, to, until, FORM: tl.constexpr):
                 arrived = signal(mine, 2 * world + sender, index)
                 ok = wait_for(arrived, epoch, mine, board, channel, sender, 1, index, patience, FORM[4])
         if ok:
-            for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
-                tile = read_tile(tiles, number)
-                if tile[2] == FORM[2]:
-                    s, u = _sum_tile(tile, origin, bucket, link, first, last, to, until, True, FORM)
-                else:
-                    s, u = _sum_tile(tile, origin, bucket, link, first, last, to, until, False, FORM)
+            here = chunk_tiles + 2 * index
+            for number in range(tl.load(here), tl.load(here + 1)):
+                s, u = _sum_tile(read_tile(tiles, number), origin, bucket, link, first, last, to, until, True, FORM)
                 squares += s
-                unbounded = tl.maximum(unbounded, u)
+                unbounded |= u
+            for number in range(tl.load(here + 1), tl.load(here + 2)):
+                s, u = _sum_tile(read_tile(tiles, number), origin, bucket, link, first, last, to, until, False, FORM)
+                squares += s
+                unbounded |= u
             _post_to(to, until, 3 * world + rank, index, link, FORM)
     return ok, squares, unbounded
 
@@ -141,12 +141,11 @@ def _receive(ok, bucket, link, segment, reducer, FORM: tl.constexpr):
             arrived = signal(mine, 3 * world + reducer, index)
             ok = wait_for(arrived, epoch, mine, board, channel, reducer, 2, index, patience, FORM[4])
         if ok:
-            for number in range(tl.load(chunk_tiles + index), tl.load(chunk_tiles + index + 1)):
-                tile = read_tile(tiles, number)
-                if tile[2] == FORM[2]:
-                    _receive_tile(tile, origin, bucket, link, reducer, True, FORM)
-                else:
-                    _receive_tile(tile, origin, bucket, link, reducer, False, FORM)
+            here = chunk_tiles + 2 * index
+            for number in tl.range(tl.load(here), tl.load(here + 1), num_stages=FORM[5]):
+                _receive_tile(read_tile(tiles, number), origin, bucket, link, reducer, True, FORM)
+            for number in range(tl.load(here + 1), tl.load(here + 2)):
+                _receive_tile(read_tile(tiles, number), origin, bucket, link, reducer, False, FORM)
     return ok
 
 
@@ -187,7 +186,7 @@ def direct(
     pitch, patience = tl.cast(row_bytes, tl.int64), tl.cast(patience, tl.int64)
     link = (bases, mine, board, rank, world, here, pitch, epoch, channel, patience)
     ok = is_aborted(mine) == 0
-    s, u = 0.0, 0
+    s, u = nothing()
     for hop in range(1, world + 1):
         segment = (rank + hop) % world
         reducer = 0 if ONE_SUMS else segment
@@ -206,14 +205,14 @@ def direct(
             ok, more, not_finite = _sum(ok, bucket, link, segment, first, last, 0, 0, FORM)
             if segment == rank:
                 s += more
-                u = tl.maximum(u, not_finite)
+                u |= not_finite
         elif reducer == rank:
             if GATHER:
                 ok, more, not_finite = _sum(ok, bucket, link, segment, first, last, 0, world, FORM)
             else:
                 ok, more, not_finite = _sum(ok, bucket, link, segment, first, last, segment, segment + 1, FORM)
             s += more
-            u = tl.maximum(u, not_finite)
+            u |= not_finite
     if not EVERYONE_SUMS:
         for hop in range(1, world + 1):
             segment = (rank + hop) % world
@@ -222,8 +221,7 @@ def direct(
                 if GATHER or segment == rank:
                     ok = _receive(ok, bucket, link, segment, reducer, FORM)
     if ok:
-        tl.store(squares + channel, s)
-        tl.store(unbounded + channel, u)
+        tell(s, u, squares + channel, unbounded + channel)
         end(mine, board, channel, epoch)
     else:
         poison(tiles, chunk_tiles, output, world, channel, chunks, FORM[3], FORM[2])

@@ -34,6 +34,7 @@ class Region:
     channels: int
     platform: int
     cooperative: bool = True
+    stages: int = 1
 
     def __post_init__(self) -> None:
         assert 1 <= self.channels <= MOST_CHANNELS
@@ -75,9 +76,9 @@ def row_bytes(region: Region, rows: int) -> int:
 
 
 def form(dtype: torch.dtype, wire: torch.dtype, region: Region) -> tuple[Any, ...]:
-    """The constants of a kernel: wire dtype, accumulate dtype, BLOCK, CHANNELS, PLATFORM."""
+    """The constants of a kernel: wire dtype, accumulate dtype, BLOCK, CHANNELS, PLATFORM, STAGES."""
     accumulate = tl.float64 if dtype == torch.float64 else tl.float32
-    return TRITON_DTYPES[wire], accumulate, block_of(wire), region.channels, region.platform
+    return TRITON_DTYPES[wire], accumulate, block_of(wire), region.channels, region.platform, region.stages
 
 
 def bits_of(scale: float) -> int:

@@ -30,7 +30,7 @@ import triton.language as tl
 from fusedring.kernels.cast import narrow, widen
 from fusedring.kernels.region import How, Prepared, Region, Totals
 from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal, wait_for
-from fusedring.kernels.tiles import Table, keep, own, poison, put, read_tile, slot, take
+from fusedring.kernels.tiles import Table, keep, nothing, own, poison, put, read_tile, slot, take, tell
 
 
 @triton.jit(do_not_specialize=["rank", "world", "chunks", "patience", "scale_bits"])
@@ -60,7 +60,7 @@ def ring(
     of the regions and of the own board, int64 (W + 1,). squares: float32 (CHANNELS,), unbounded: int32 (CHANNELS,): of
     the values that this rank completed. row_bytes: distance between rows of slots; slots: where they begin in a region;
     parity_bytes: distance between the two sets. scale_bits: the bits of a float64. FORM: wire dtype, accumulate dtype,
-    BLOCK, CHANNELS and PLATFORM (see signals.py).
+    BLOCK, CHANNELS, PLATFORM (see signals.py) and STAGES (see tiles.py).
     """
     channel = tl.program_id(0)
     scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(FORM[1])
@@ -75,7 +75,7 @@ def ring(
     complete = (rank + 1) % world
     hops = world - 1
     ok = is_aborted(mine) == 0
-    s, u = 0.0, 0
+    s, u = nothing()
     if world == 1:
         ok, s, u = _reduce_copy(ok, bucket, link, rank, FORM)
     else:
@@ -92,8 +92,7 @@ def ring(
                 ok = _receive_copy_send(ok, bucket, link, (complete + world - hop) % world, row - 1, row, FORM)
             ok = _receive_copy(ok, bucket, link, (rank + 2) % world, 2 * hops - 1, FORM)
     if ok:
-        tl.store(squares + channel, s)
-        tl.store(unbounded + channel, u)
+        tell(s, u, squares + channel, unbounded + channel)
         end(mine, board, channel, epoch)
     else:
         poison(tiles, chunk_tiles, output, world, channel, chunks, FORM[3], FORM[2])
@@ -187,30 +186,26 @@ def _step(
     """One step of the ring in one channel: wait, pass, post, chunk by chunk. After a failed wait nothing more."""
     tiles, chunk_tiles, origins, output, chunks, scale = bucket
     mine, board, theirs, previous, slots, row_bytes, epoch, channel, patience = link
-    squares, unbounded = 0.0, 0
+    squares, unbounded = nothing()
     arrivals = mine + slots + row_in * row_bytes
     departures = theirs + slots + row_out * row_bytes
     origin = tl.load(origins + segment)
+    places = (origin, output, arrivals, departures, scale)
     for chunk in range(channel, chunks, FORM[3]):
         if RECEIVE:
             if ok:
                 arrived = signal(mine, row_in, chunk)
                 ok = wait_for(arrived, epoch, mine, board, channel, previous, row_in + 1, chunk, patience, FORM[4])
         if ok:
-            first = tl.load(chunk_tiles + segment * chunks + chunk)
-            last = tl.load(chunk_tiles + segment * chunks + chunk + 1)
-            for number in range(first, last):
-                tile = read_tile(tiles, number)
-                if tile[2] == FORM[2]:
-                    s, u = _tile(
-                        tile, origin, output, arrivals, departures, scale, RECEIVE, REDUCE, COPY, SEND, True, FORM
-                    )
-                else:
-                    s, u = _tile(
-                        tile, origin, output, arrivals, departures, scale, RECEIVE, REDUCE, COPY, SEND, False, FORM
-                    )
+            here = chunk_tiles + 2 * (segment * chunks + chunk)
+            for number in tl.range(tl.load(here), tl.load(here + 1), num_stages=FORM[5]):
+                s, u = _tile(read_tile(tiles, number), places, RECEIVE, REDUCE, COPY, SEND, True, FORM)
                 squares += s
-                unbounded = tl.maximum(unbounded, u)
+                unbounded |= u
+            for number in range(tl.load(here + 1), tl.load(here + 2)):
+                s, u = _tile(read_tile(tiles, number), places, RECEIVE, REDUCE, COPY, SEND, False, FORM)
+                squares += s
+                unbounded |= u
             if SEND:
                 post(signal(theirs, row_out, chunk), epoch, FORM[4])
     return ok, squares, unbounded
@@ -219,11 +214,7 @@ def _step(
 @triton.jit
 def _tile(
     tile,
-    origin,
-    output,
-    arrivals,
-    departures,
-    scale,
+    places,
     RECEIVE: tl.constexpr,
     REDUCE: tl.constexpr,
     COPY: tl.constexpr,
@@ -231,13 +222,14 @@ def _tile(
     FULL: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """The fused pass over one tile. Returns sum of squares and non-finite flag of what it kept."""
+    """The fused pass over one tile. Returns sum of squares and non-finite flag of what it kept, (LANES,)."""
     source, start, valid, span = tile
+    origin, output, arrivals, departures, scale = places
     WIRE: tl.constexpr = FORM[0]
     ACCUMULATE: tl.constexpr = FORM[1]
     BLOCK: tl.constexpr = FORM[2]
     at = start - origin
-    squares, unbounded = 0.0, 0
+    squares, unbounded = nothing()
     if RECEIVE:
         bits = take(slot(arrivals, at, WIRE), span, FULL, BLOCK)
     if REDUCE:

@@ -9,15 +9,20 @@ parts), chunks cut segments, and tiles cut chunks and runs, so that a tile lies 
 
     address of its first element's source | first element | elements that the source has | elements in all
 
-Elements that the source lacks (the padding up to the next multiple of 16) count as zero. `chunk_tiles[s * chunks + c]`
-is the first tile of chunk c of segment s. All segments have the same number of chunks, some of them empty, since every
-step posts and awaits its signals whatever it carries.
+Elements that the source lacks (the padding up to the next multiple of 16) count as zero. The tiles of a chunk lie one
+behind the other, first the *full* ones, of `BLOCK` elements, then the *ragged* ones; `chunk_tiles` has two numbers for
+each chunk, in the order of segments and chunks: its first full and its first ragged tile. (The first full one of the
+next chunk ends it; behind the last stands the number of all.) All segments have the same number of chunks, some of them
+empty, since every step posts and awaits its signals whatever it carries.
 
 Example: 40 elements, one run, BLOCK 32, world size 2, chunks of 32 elements. The parts are [0, 16) and [16, 40): tiles
-(s, 0, 16, 16) and (s + 64, 16, 24, 24) for float32, chunks = 1, chunk_tiles = [0, 1, 2].
+(s, 0, 16, 16) and (s + 64, 16, 24, 24) for float32, both ragged, chunks = 1, chunk_tiles = [0, 0, 1, 1, 2].
 
-A tile of `BLOCK` elements takes the fast path: no masks, 16-byte accesses. That needs 16-byte alignment of source and
-output; where that is not so, tiles are cut 16 elements shorter, and so never take it.
+Full tiles take the fast path: no masks, 16-byte accesses, `STAGES` of them on their way at once. That needs 16-byte
+alignment of source and output; where that is not so, tiles are cut 16 elements shorter, and so are ragged.
+
+What is learnt of the values is added up thread by thread, (LANES,), and summed over threads once at the end: a sum over
+threads is a meeting at a barrier, and in a loop over tiles keeps each warp's loads waiting for the slowest.
 """
 
 from bisect import bisect_right
@@ -33,6 +38,9 @@ from fusedring.kernels.cast import narrow, widen
 COLUMNS = tl.constexpr(4)
 
 WARPS = 8
+LANES = tl.constexpr(256)
+"""Partial sums of a program: one for each thread of an NVIDIA GPU."""
+
 MOST_REGISTERS = 128
 """Of a thread. Left to itself ptxas aims at 80 for two_shot on float32, and spills."""
 
@@ -92,14 +100,17 @@ class Table:
                 last = min(first + chunk_elements, stop)
                 at = first
                 index = bisect_right(starts, at) - 1
+                ragged: list[tuple[int, int, int, int]] = []
                 while at < last:
                     if at >= ends[index]:
                         index += 1
                     run = runs[index]
                     span = min(lengths[index], last - at, ends[index] - at)
                     valid = max(0, min(span, run.start + run.source.numel() - at))
-                    rows.append((index, at, valid, span))
+                    (rows if valid == block else ragged).append((index, at, valid, span))
                     at += span
+                chunk_tiles.append(len(rows))
+                rows += ragged
                 chunk_tiles.append(len(rows))
         self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, 4)
         self._runs = self._rows[:, 0].clone()
@@ -177,17 +188,32 @@ def put(pointer, x, span, FULL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def keep(output, start, bits, span, ACCUMULATE: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):
-    """Write a finished tile to the output. Returns the sum of its squares, and 1 if a value is not finite."""
+    """Write a finished tile to the output. Returns the sum of its squares, and 1 if a value is not finite: (LANES,)."""
     result = narrow(widen(bits, ACCUMULATE), output.dtype.element_ty)
     pointer = output + start
     if FULL:
         pointer = tl.multiple_of(pointer, 16)
     put(pointer, result, span, FULL, BLOCK)
     value = widen(result, ACCUMULATE)
-    inside = tl.arange(0, BLOCK) < span
-    squares = tl.sum(tl.where(inside, value * value, 0.0)).to(tl.float32)
-    unbounded = tl.max(tl.where(inside & ((value - value) != 0.0), 1, 0))
+    if not FULL:
+        value = tl.where(tl.arange(0, BLOCK) < span, value, 0.0)
+    each = tl.reshape(value, (LANES, BLOCK // LANES))
+    squares = tl.sum(each * each, axis=1).to(tl.float32)
+    unbounded = tl.max(tl.where((each - each) != 0.0, 1, 0), axis=1)
     return squares, unbounded
+
+
+@triton.jit
+def nothing():
+    """What is learnt of no value at all."""
+    return tl.zeros((LANES,), tl.float32), tl.zeros((LANES,), tl.int32)
+
+
+@triton.jit
+def tell(squares, unbounded, squares_to, unbounded_to):
+    """Write down what was learnt of a channel's values, in all."""
+    tl.store(squares_to, tl.sum(squares))
+    tl.store(unbounded_to, tl.max(unbounded))
 
 
 @triton.jit
@@ -197,8 +223,7 @@ def poison(tiles, chunk_tiles, output, parts, channel, chunks, CHANNELS: tl.cons
     nan = tl.full((BLOCK,), float("nan"), tl.float32).to(output.dtype.element_ty)
     for part in range(parts):
         for chunk in range(channel, chunks, CHANNELS):
-            first = tl.load(chunk_tiles + part * chunks + chunk)
-            last = tl.load(chunk_tiles + part * chunks + chunk + 1)
-            for tile in range(first, last):
+            here = chunk_tiles + 2 * (part * chunks + chunk)
+            for tile in range(tl.load(here), tl.load(here + 2)):
                 start = tl.load(tiles + tile * COLUMNS + 1)
                 tl.store(output + start + at, nan, mask=at < tl.load(tiles + tile * COLUMNS + 3))

@@ -5,6 +5,7 @@ The double runs copies and kernels at once, in shared host memory, so the result
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -463,6 +464,23 @@ def check_lone(rank: int, world: int) -> None:
 
 def test_a_group_of_one_rank():
     run_interpreted(1, check_lone)
+
+
+def check_trace(rank: int, world: int, folder: str) -> None:
+    open_gpu()
+    model = FusedRingDDP(make_model(), algorithm="ring", bucket_cap_mb=0.01)
+    with fusedring.trace(folder):
+        train(model, rank, 2)
+
+
+def test_a_trace_has_the_gpus_times(tmp_path):
+    run_interpreted(2, check_trace, str(tmp_path))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [e for e in events if e.get("ph") == "X" and e["name"].startswith("fusedring::all_reduce[bucket=")]
+    assert len(spans) == 2 * 2 * 2  # ranks, steps, buckets
+    # The double's clock ticks once for each mark, a millisecond apart; a launch lies between two of them.
+    assert all(1000 * 0.99 < span["dur"] < 1000 * 20 for span in spans)
+    assert len({span["args"]["step"] for span in spans}) == 2
 
 
 @pytest.mark.parametrize("channels", [0, 129, 2.0, True, "8"])

@@ -56,6 +56,15 @@ def test_the_ring_moves_the_fewest_bytes(dtype, wire):
     assert check_variant(Variant("ring_all_reduce", dtype, wire), "sm_90").bytes_per_element == 6 * d + 8 * w + 2 * d
 
 
+@pytest.mark.parametrize("kernel", ["ring_all_reduce", "two_shot"])
+def test_several_tiles_on_their_way_at_once(kernel):
+    for dtype, wire in ((FLOAT, BFLOAT), (DOUBLE, DOUBLE)):
+        one, three = (check_variant(Variant(kernel, dtype, wire), "sm_90", stages=stages) for stages in (1, 3))
+        assert one.async_copies == 0
+        assert three.async_copies > 0
+        assert problems(three) == []
+
+
 def test_fusing_multiply_and_add_is_noticed():
     report = check_variant(RING, "sm_90", options={"enable_fp_fusion": True})
     assert report.fma_in_reduction > 0

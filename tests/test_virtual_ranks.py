@@ -103,6 +103,7 @@ def check_arguments() -> None:
         ({"world_size": 0}, "world_size must be at least 1"),
         ({"world_size": 2, "channels": 0}, "channels must lie between"),
         ({"world_size": 2, "parity_bytes": 100}, "multiple of 256"),
+        ({"world_size": 2, "stages": 0}, "stages must lie between"),
         ({"world_size": 2, "device": "meta"}, "cuda or cpu"),
     ):
         with pytest.raises(ValueError, match=match), virtual_ranks(**{"device": "cpu", **wrong}):
