@@ -251,14 +251,21 @@ class Communicator:
             )
         return "triton"
 
+    def announce(self, kind: str, number: int, *, step: int, wrapper: int) -> None:
+        """Meet all ranks, who must announce the same (collective): MismatchError otherwise, with nothing written."""
+        self._in_order(lambda: self._meet(kind, number, self.default_timeout, step=step, wrapper=wrapper))
+
+    def _meet(self, kind: str, number: int, limit: float, *, step: int = -1, wrapper: int = -1) -> None:
+        request = Launch(kind, "ring", number, torch.float32, torch.float32, step=step, wrapper=wrapper)
+        launching.agree(self._workspace.meet(launching.pack(request, None), timeout=limit))
+
     def gpu_engine(self, device: torch.device) -> CudaEngine | None:
         """What starts launches on `device`; None where the host engine or the interpreter runs them."""
         return self._on_gpus.get(device)
 
     def _open_gpu(self, gpu: Gpu, channels: int, limit: float) -> None:
         """Find out how kernels of all ranks reach each other's memory (collective)."""
-        request = Launch("open", "ring", channels, torch.float32, torch.float32, engine="triton")
-        launching.agree(self._workspace.meet(launching.pack(request, None), timeout=limit))
+        self._meet("open", channels, limit)
         exchange = partial(self._rendezvous.exchange, timeout=limit)
         pages = Pages(self._workspace, channels, limit)
         ways: list[Way] = [Alone(gpu)]

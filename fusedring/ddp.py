@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import operator
 import time
 import warnings
 import weakref
@@ -129,14 +130,18 @@ class FusedRingDDP(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally: a backward after a forward in this context averages nothing.
 
-        The first backward after a forward outside of it averages everything that was accumulated.
+        The first backward after a forward outside of it averages everything that was accumulated. It holds for wrappers
+        inside of the module, too.
         """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        wrappers = [module for module in self.modules() if isinstance(module, FusedRingDDP)]
+        before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
+        for wrapper in wrappers:
+            wrapper.require_backward_grad_sync = False
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            for wrapper, synced in zip(wrappers, before, strict=True):
+                wrapper.require_backward_grad_sync = synced
 
     def report(self) -> StepReport | None:
         """What the last synced backward did and when; None before the first."""
@@ -208,13 +213,23 @@ class FusedRingDDP(nn.Module):
     def _start_locally(self) -> None:
         """The state that is this rank's own, and starts anew in a copy of the wrapper."""
         self._scheduler: Scheduler | None = None
-        self._parameters_at_start = self._trainable()
         self._synced = True
         self._decided = False
         self._hides_outputs = False
         self._backward: weakref.ref[Backward] = _NO_BACKWARD
         self._unfinished = ""
         self._warned_of_bypass = False
+        self._hook_parameters()
+
+    def _hook_parameters(self) -> None:
+        """Have `_on_gradient` called for each trainable parameter that the module has now."""
+        self._parameters_at_start = self._trainable()
+        modules = list(self.module.modules())
+        self._contents = [
+            (module._parameters, [(p, p is not None and p.requires_grad) for p in module._parameters.values()])
+            for module in modules
+        ]
+        self._children = [(module._modules, list(module._modules.values())) for module in modules if module._modules]
         # The parameters outlive the wrapper, so their hooks must neither keep it alive nor stay when it is gone.
         handles = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -224,6 +239,31 @@ class FusedRingDDP(nn.Module):
         ]
         self._hooks = weakref.finalize(self, _remove, handles)
         self._hooks.atexit = False
+
+    def _has_changed(self) -> bool:
+        """Whether parameters were replaced, added, removed, frozen or unfrozen since they were hooked."""
+        for children, before in self._children:
+            if len(children) != len(before) or any(map(operator.is_not, children.values(), before)):
+                return True
+        for parameters, known in self._contents:
+            if len(parameters) != len(known):
+                return True
+            for now, (then, trainable) in zip(parameters.values(), known, strict=True):
+                # What torch.func.functional_call puts there for the time of a call is no parameter.
+                if now is not then and (now is None or isinstance(now, nn.Parameter)):
+                    return True
+                if now is not None and now.requires_grad is not trainable and now is then:
+                    return True
+        return False
+
+    def _wrap_anew(self) -> Scheduler:
+        """The module's parameters are others now, on all ranks (collective): a rank that disagrees is found."""
+        if self._scheduler is not None and not self._scheduler.closed:
+            self._scheduler.announce_wrapping(len(self._trainable()))
+        self._hooks()
+        self._hook_parameters()
+        logger.info("the trainable parameters have changed: making buckets for them anew")
+        return self._open(init_sync=False)
 
     def _open(self, init_sync: bool) -> Scheduler:
         """Agree with the other ranks and get memory for the buckets (collective)."""
@@ -247,7 +287,9 @@ class FusedRingDDP(nn.Module):
         self._places = {
             index: (b, position) for b, layout in enumerate(layouts) for position, index in enumerate(layout.members)
         }
-        self._scheduler = Scheduler(communicator, buckets, self.config, grad_is_view=self.gradient_as_bucket_view)
+        self._scheduler = Scheduler(
+            communicator, buckets, self.config, grad_is_view=self.gradient_as_bucket_view, after=self._scheduler
+        )
         logger.info("%d buckets, %d bytes, world size %d", len(buckets), end, communicator.world_size)
         return self._scheduler
 
@@ -298,7 +340,7 @@ class FusedRingDDP(nn.Module):
         if in_backward and self._decided:
             return  # a forward is repeated for its intermediate values; what was decided stands
         self._decided = True
-        self._synced = self.require_backward_grad_sync and any(p.requires_grad for _, p in self._parameters_at_start)
+        self._synced = self.require_backward_grad_sync and any(p.requires_grad for p in self.module.parameters())
         if not self._synced:
             if scheduler is not None:
                 scheduler.expect_nothing()
@@ -308,7 +350,7 @@ class FusedRingDDP(nn.Module):
         if self._unfinished:
             text, self._unfinished = self._unfinished, ""
             raise RuntimeError(text)
-        scheduler = self._scheduler_or_open()
+        scheduler = self._wrap_anew() if self._has_changed() else self._scheduler_or_open()
         scheduler.expect(training=self.training, late=in_backward)
         if self.broadcast_buffers:
             self._broadcast(list(self.module.buffers()))
@@ -400,7 +442,7 @@ class FusedRingDDP(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what ties the wrapper to its ranks."""
         state = dict(self.__dict__)
-        for name in ("_scheduler", "_places", "_parameters_at_start", "_backward", "_hooks", "process_group"):
+        for name in _OF_THIS_RANK:
             state.pop(name, None)
         return state
 
@@ -417,6 +459,18 @@ class FusedRingDDP(nn.Module):
         new.process_group = self.process_group
         return new
 
+
+_OF_THIS_RANK = (
+    "_scheduler",
+    "_places",
+    "_parameters_at_start",
+    "_contents",
+    "_children",
+    "_backward",
+    "_hooks",
+    "process_group",
+)
+"""Attributes that a copy makes for itself."""
 
 _NO_BACKWARD: weakref.ref[Backward] = weakref.ref(type("_Gone", (), {})())
 

@@ -17,7 +17,7 @@ from fusedring.config import DTYPES, ENGINES
 from fusedring.errors import MismatchError
 from fusedring.plan import ALGORITHMS, KINDS
 
-LAUNCH_KINDS = (*KINDS, "empty", "open")
+LAUNCH_KINDS = (*KINDS, "empty", "open", "wrap")
 STAGED = -1
 """`arena` of a tensor outside the workspace: it travels through the rank's staging slot."""
 
@@ -38,8 +38,8 @@ class Location:
 class Launch:
     """One collective on one tensor.
 
-    kind: 'all_reduce', 'reduce_scatter', 'all_gather', 'empty' (an allocation; `elements` is bytes per rank), or 'open'
-        (of a GPU; `elements` is channels).
+    kind: 'all_reduce', 'reduce_scatter', 'all_gather', 'empty' (an allocation; `elements` is bytes per rank), 'open'
+        (of a GPU; `elements` is channels) or 'wrap' (of a module that has changed; `elements` is parameters).
     wire: dtype that crosses between ranks, never None here.
     factor: what each contribution is multiplied by. engine: 'host' or 'triton'.
     wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training). Wrappers are
@@ -152,6 +152,8 @@ def _in_words(launch: Launch) -> str:
         return f"empty of {launch.elements} bytes"
     if launch.kind == "open":
         return f"the first collective on a GPU, with {launch.elements} channels"
+    if launch.kind == "wrap":
+        return f"the module of wrapper {launch.wrapper} has changed, now {launch.elements} trainable parameters"
     words = f"{launch.kind} of {launch.elements} elements of {_short(launch.dtype)}, {launch.algorithm}"
     if launch.wire != launch.dtype:
         words += f", wire {_short(launch.wire)}"

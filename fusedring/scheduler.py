@@ -91,19 +91,32 @@ class _Step:
 
 
 class Scheduler:
-    """Drives the buckets of one wrapper through its group's communicator."""
+    """Drives the buckets of one wrapper through its group's communicator.
+
+    after: the one that did so before, when the wrapper had other buckets.
+    """
 
     def __init__(
-        self, communicator: Communicator, buckets: Sequence[Bucket], config: RingConfig, *, grad_is_view: bool
+        self,
+        communicator: Communicator,
+        buckets: Sequence[Bucket],
+        config: RingConfig,
+        *,
+        grad_is_view: bool,
+        after: Scheduler | None = None,
     ) -> None:
         self._communicator, self._buckets, self._config = communicator, buckets, config
         self._entries = [entry for bucket in buckets for entry in bucket.entries]
         self._flags_clear = True
         self._grad_is_view = grad_is_view
         self._step: _Step | None = None
-        self._next_number = 0
-        self._steps = 0
-        self._wrapper = communicator.number_wrapper()
+        self._next_number: int
+        self._steps: int
+        self._wrapper: int
+        if after is not None and after._communicator is communicator:
+            self._next_number, self._steps, self._wrapper = after._next_number, after._steps, after._wrapper
+        else:
+            self._next_number, self._steps, self._wrapper = 0, 0, communicator.number_wrapper()
         self._device = buckets[0].flat.device
         self._engine = communicator.resolve_engine(
             config.engine, self._device, channels=config.channels, timeout=config.timeout
@@ -156,6 +169,11 @@ class Scheduler:
         self._forward_order, self._expecting = -order if late else order, True
         if training:
             self._next_number += 1
+
+    def announce_wrapping(self, parameters: int) -> None:
+        """All ranks make their buckets anew, for so many parameters. Raises MismatchError where one does not."""
+        with self._catching_up():
+            self._communicator.announce("wrap", parameters, step=self._next_number, wrapper=self._wrapper)
 
     def expect_nothing(self) -> None:
         """The forward before the next backward was not synced."""

@@ -579,3 +579,85 @@ def check_late_wrap(rank: int, world: int) -> None:
 
 def test_a_rank_that_wraps_too_late_is_told_and_close_starts_anew():
     run_ranks(2, check_late_wrap)
+
+
+def check_changed_modules(rank: int, world: int) -> None:
+    """Parameters frozen, unfrozen, replaced, added and removed after wrapping, on all ranks: averaged all the same."""
+
+    def check(model: FusedRingDDP, module: nn.Module, seed: int) -> None:
+        x = [torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * seed + r)) for r in range(world)]
+        model.zero_grad()
+        model(x[rank]).square().sum().backward()
+        got = {name: p.grad.clone() for name, p in module.named_parameters() if p.requires_grad}
+        for name, parameter in module.named_parameters():
+            assert (parameter.grad is not None) is parameter.requires_grad, name
+        wanted: dict[str, torch.Tensor] = {}
+        for each in x:
+            trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            grads = torch.autograd.grad(module(each).square().sum(), list(trainable.values()))
+            for name, grad in zip(trainable, grads, strict=True):
+                wanted[name] = wanted.get(name, 0) + grad / world
+        for name, grad in wanted.items():
+            torch.testing.assert_close(got[name], grad)
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    module[2].weight.requires_grad_(False)
+    model = FusedRingDDP(module)
+    check(model, module, 0)
+    module[2].weight.requires_grad_(True)
+    check(model, module, 1)
+    module[0].weight = nn.Parameter(module[0].weight.detach() * 2)
+    check(model, module, 2)
+    torch.manual_seed(1)
+    module.append(nn.Linear(8, 4))
+    check(model, module, 3)
+    del module[3]
+    module[0].bias.requires_grad_(False)
+    check(model, module, 4)
+    module.requires_grad_(False)  # as the half of a GAN that is not trained now
+    assert model(torch.ones(1, 8).requires_grad_()).requires_grad
+    module.requires_grad_(True)
+    check(model, module, 5)
+    # What was accumulated before the change is not lost.
+    module[2].weight.requires_grad_(False)
+    model.zero_grad()
+    with model.no_sync():
+        model(torch.ones(1, 8)).sum().backward()
+    module[2].weight.requires_grad_(True)
+    accumulated = module[0].weight.grad.clone()
+    model(torch.zeros(1, 8)).sum().mul(0).backward()
+    torch.testing.assert_close(module[0].weight.grad, accumulated)
+    # On one rank only.
+    if rank == 0:
+        module[2].bias.requires_grad_(False)
+    with pytest.raises(fusedring.MismatchError, match="wrapper 0 has changed, now 3 trainable parameters") as raised:
+        model(torch.ones(1, 8)).sum().backward()
+    assert "nothing was written" in str(raised.value)
+    module[2].bias.requires_grad_(False)
+    module.zero_grad()
+    check(model, module, 6)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_modules_that_change_after_wrapping(world):
+    run_ranks(world, check_changed_modules)
+
+
+def check_nested_no_sync(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    inner = FusedRingDDP(nn.Linear(4, 4))
+    outer = FusedRingDDP(nn.Sequential(nn.Linear(4, 4), inner), find_unused_parameters=True)
+    x = torch.full((1, 4), float(rank + 1))
+    with outer.no_sync():
+        outer(x).sum().backward()
+        assert not inner.require_backward_grad_sync
+    assert inner.require_backward_grad_sync
+    local = inner.module.weight.grad.clone()
+    everyone = [torch.empty_like(local) for _ in range(world)]
+    dist.all_gather(everyone, local)
+    assert not torch.equal(everyone[0], everyone[1])
+
+
+def test_no_sync_reaches_wrappers_inside():
+    run_ranks(2, check_nested_no_sync)
