@@ -5,7 +5,9 @@ import sys
 if sys.platform != "linux":
     raise ImportError(f"fusedring runs on Linux only (memfd, futex, peer-mapped GPU memory); this is {sys.platform}")
 
+from fusedring.clip import clip_grad_norm_
 from fusedring.collectives import Work, all_gather, all_reduce, close, empty, reduce_scatter
+from fusedring.comm_hook import CommHookState, comm_hook
 from fusedring.ddp import FusedRingDDP
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError, PeerLostError
 from fusedring.tracing import trace
@@ -13,6 +15,7 @@ from fusedring.version import __version__
 
 __all__ = [
     "CollectiveTimeoutError",
+    "CommHookState",
     "FusedRingDDP",
     "FusedRingError",
     "MismatchError",
@@ -22,7 +25,9 @@ __all__ = [
     "__version__",
     "all_gather",
     "all_reduce",
+    "clip_grad_norm_",
     "close",
+    "comm_hook",
     "empty",
     "reduce_scatter",
     "trace",

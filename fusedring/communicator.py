@@ -59,6 +59,8 @@ class Work:
         self._tensor = tensor
         self._label = label
         self._finished = threading.Event()
+        self._finishing = threading.Lock()
+        self._futures: list[torch.futures.Future[list[torch.Tensor]]] = []
         self._error: BaseException | None = None
         self._value: Any = None
         self._ended = 0.0
@@ -88,6 +90,19 @@ class Work:
         self.wait()
         return self._tensor
 
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of [result()], as `torch.distributed.Work` has it; waiting for it raises what `wait` raises.
+
+        What was added with `then` runs in the thread that ends the collective, and must not wait for another one.
+        """
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        with self._finishing:
+            if not self._finished.is_set():
+                self._futures.append(future)
+                return future
+        self._complete(future)
+        return future
+
     @property
     def outcome(self) -> Outcome:
         """When the transfer began, and what the engine learnt of its results; after a successful wait."""
@@ -98,6 +113,19 @@ class Work:
     def ended(self) -> float:
         """time.perf_counter() at the end."""
         return self._ended
+
+    def _finish(self) -> None:
+        """It has ended: tell those who wait."""
+        with self._finishing:
+            self._finished.set()
+        for future in self._futures:
+            self._complete(future)
+
+    def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        if self._error is None:
+            future.set_result([self._tensor])
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]
 
 
 class GpuWork(Work):
@@ -127,6 +155,19 @@ class GpuWork(Work):
             )
         self._engine.join(self.pending, self._label)
         return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """As `Work.get_future`; it is completed, and waiting for it makes the current stream wait, not the host.
+
+        It tells what was known to have gone wrong when this collective was started.
+        """
+        gpu = self._engine.gpu
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
+            devices=[gpu.device] if gpu.device.type == "cuda" else None
+        )
+        with gpu.on(gpu.comm):  # a future waits for what the stream in which it is completed was given so far
+            self._complete(future)
+        return future
 
     @property
     def started(self) -> bool:
@@ -365,7 +406,7 @@ class Communicator:
         except Exception as error:  # raised by wait()
             work._error = batch.error = error
         work._ended = time.perf_counter()
-        work._finished.set()
+        work._finish()
 
     def settle(self) -> None:
         """Return once everything that is queued has ended, well or not."""
@@ -480,7 +521,7 @@ class Communicator:
             task.profiled.end()
         with self._counting:
             self._queued -= 1
-        task.work._finished.set()
+        task.work._finish()
 
     def _guarded(self, act: Callable[[], Any]) -> Any:
         """A task that ends half-way makes the workspace unusable on all ranks; what all ranks agreed on does not."""

@@ -146,6 +146,11 @@ class Scheduler:
         return self._report
 
     @property
+    def buckets(self) -> Sequence[Bucket]:
+        """In the order in which they are launched."""
+        return self._buckets
+
+    @property
     def closed(self) -> bool:
         """Whether the group's workspace was closed since."""
         return self._communicator.closed
