@@ -49,12 +49,14 @@ class Entry:
 class Bucket:
     """Gradients that are reduced by one launch: entry views into the one-dimensional `flat`.
 
+    gradients: `flat` without the flags.
     flags: a view of the flags, (2, P) in the last bucket of a wrapper with P entries, (2, 0) in the others. The first
     row tells which entries are *late*: their gradient did not arrive in this backward. The second tells which are
     *empty*: late, and `.grad` is None. A set flag is the world size W and an unset one 0, until they are averaged.
     """
 
     flat: torch.Tensor
+    gradients: torch.Tensor
     entries: list[Entry]
     flags: torch.Tensor
 
@@ -81,25 +83,25 @@ class BucketLayout:
     elements: int
 
 
-def lay_out(
-    parameters: Sequence[tuple[str, torch.nn.Parameter]], cap_bytes: int, first_cap_bytes: int
-) -> list[BucketLayout]:
-    """Pack parameters into buckets of about `cap_bytes`, the first of each dtype of about `first_cap_bytes`.
+def lay_out(parameters: Sequence[tuple[str, torch.nn.Parameter]], caps: Sequence[int]) -> list[BucketLayout]:
+    """Pack parameters into buckets of about caps[0], caps[1], ... bytes, for each dtype; the last cap goes on.
 
     A bucket is closed by the parameter that reaches its cap, as torch's DDP does. Buckets come in the order in which
     their last gradient is expected. Raises ValueError naming a parameter whose dtype cannot be reduced.
     """
     filling: dict[torch.dtype, list[int]] = {}
+    filled: dict[torch.dtype, int] = {}
     closed: list[list[int]] = []
-    caps: dict[torch.dtype, int] = {}
+    count_of: dict[torch.dtype, int] = {}
     for index in reversed(range(len(parameters))):
         name, parameter = parameters[index]
         dtype = _reduced_dtype(name, parameter)
-        members = filling.setdefault(dtype, [])
-        members.append(index)
-        if sum(parameters[i][1].nbytes for i in members) >= caps.get(dtype, first_cap_bytes):
+        filling.setdefault(dtype, []).append(index)
+        filled[dtype] = filled.get(dtype, 0) + parameter.nbytes
+        number = count_of.get(dtype, 0)
+        if filled[dtype] >= caps[min(number, len(caps) - 1)]:
             closed.append(filling.pop(dtype))
-            caps[dtype] = cap_bytes
+            filled[dtype], count_of[dtype] = 0, number + 1
     closed.extend(filling.values())
     # Within a dtype members only go down, so a bucket is complete once its lowest index has its gradient.
     closed.sort(key=lambda members: -members[-1])
@@ -114,8 +116,8 @@ def bind(layout: BucketLayout, parameters: Sequence[tuple[str, torch.nn.Paramete
         Entry(*parameters[index], offset, _view_for(parameters[index][1], flat, offset))
         for index, offset in zip(layout.members, layout.offsets, strict=True)
     ]
-    flags = flat[layout.elements - _aligned(2 * layout.flagged) :][: 2 * layout.flagged]
-    return Bucket(flat, entries, flags.view(2, layout.flagged))
+    end = layout.elements - _aligned(2 * layout.flagged)
+    return Bucket(flat, flat[:end], entries, flat[end:][: 2 * layout.flagged].view(2, layout.flagged))
 
 
 def _reduced_dtype(name: str, parameter: torch.Tensor) -> torch.dtype:

@@ -8,18 +8,24 @@ import functools
 import hashlib
 import json
 import operator
+import os
 import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import _broadcast_coalesced
+from torch._C._distributed_c10d import BuiltinCommHookType, _broadcast_coalesced
+from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
+from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -28,10 +34,12 @@ from fusedring.buckets import bind, lay_out
 from fusedring.communicator import Communicator, communicator_of
 from fusedring.config import RingConfig, WireDtype, check_engine
 from fusedring.errors import FusedRingError, MismatchError
+from fusedring.grad_bucket import CommHook, Hook
 from fusedring.log import logger, my_rank
 from fusedring.report import StepReport
 from fusedring.scheduler import Backward, Scheduler
 from fusedring.tracing import FORWARD, recording
+from fusedring.uneven import UnevenInputs
 
 DEFAULT_BUCKET_MB = 25.0
 FIRST_BUCKET_MB = 1.0
@@ -40,7 +48,7 @@ FIRST_BUCKET_MB = 1.0
 _BROADCAST_BYTES = 250 << 20
 
 
-class FusedRingDDP(nn.Module):
+class FusedRingDDP(DistributedDataParallel):
     """Data parallelism as `torch.nn.parallel.DistributedDataParallel`: change one line, train as before.
 
     Every rank runs the same module on its own part of the batch; at the end of `backward()` every parameter's `.grad`
@@ -49,16 +57,19 @@ class FusedRingDDP(nn.Module):
     module: the module to wrap, the same on all ranks, with all parameters in host memory or on one GPU. Its parameters
         and buffers are overwritten by rank 0's.
     device_ids, output_device: None, or that GPU ([i], i); then inputs are moved to it.
-    broadcast_buffers: send rank 0's buffers to all ranks before every synced forward.
-    init_sync: check and broadcast the module's state now.
-    process_group: None is the default group.
-    bucket_cap_mb: MiB of gradients per launch; None is 25 with a first bucket of 1.
+    forward_sync_buffers: send rank 0's buffers to all ranks before every synced forward. broadcast_buffers: the same by
+        its older name, where False means not at the start either.
+    init_sync: broadcast the module's state now.
+    process_group, device_mesh: a group, or a 1-D mesh that stands for one; None is the default group.
+    bucket_cap_mb, bucket_cap_mb_list: MiB of gradients per launch, of all or of each; None is 25 with a first of 1.
     find_unused_parameters: True expects parameters to go without a gradient now and then. A parameter that only some
         ranks used gets the mean, with zero for the others; one that no rank used keeps its `.grad`. If False, the same
         happens, but a warning names the parameters and the next synced forward raises RuntimeError.
     gradient_as_bucket_view: `.grad` is a view into the bucket (the default here, unlike in torch's class): gradients
         are not copied back, and zero_grad(set_to_none=False) saves the copy into the bucket as well.
-    dim, check_reduction, static_graph: accepted; nothing depends on them.
+    delay_all_reduce_named_params, param_to_hook_all_reduce: both or none; these parameters are averaged as the others.
+    dim, check_reduction, static_graph, skip_all_reduce_unused_params, batched_grad_copy: accepted; nothing depends on
+        them. mixed_precision: refused, see wire_dtype and torch.autocast.
     wire_dtype, algorithm, engine, timeout: as for `fusedring.all_reduce`.
     channels: programs of each kernel on a GPU, 1 to 128: more are faster, and leave fewer multiprocessors to backward.
 
@@ -68,6 +79,8 @@ class FusedRingDDP(nn.Module):
     Raises RuntimeError for a module without trainable parameters or with uninitialised ones, ValueError for wrong
     arguments (naming a parameter whose gradient cannot be reduced), MismatchError with the same text on every rank if
     the ranks' modules or options differ.
+
+    It is a subclass of torch's class, since others ask for that with isinstance, but has no Reducer.
     """
 
     module: nn.Module
@@ -78,7 +91,7 @@ class FusedRingDDP(nn.Module):
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -86,6 +99,14 @@ class FusedRingDDP(nn.Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: object = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
         *,
         wire_dtype: WireDtype = None,
         algorithm: str = "auto",
@@ -93,24 +114,52 @@ class FusedRingDDP(nn.Module):
         timeout: float | None = None,
         channels: int | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not torch's class, which would build its Reducer
+        Joinable.__init__(self)
         self.config = RingConfig(wire_dtype, algorithm, engine, timeout, channels)
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be positive or None, got {bucket_cap_mb!r}")
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time"
+            )
+        if mixed_precision is not None:
+            raise ValueError(
+                "mixed_precision keeps a second copy of the parameters: use torch.autocast for the forward, and "
+                "wire_dtype for what crosses between ranks"
+            )
+        if check_reduction:
+            warnings.warn("check_reduction is deprecated, and nothing depends on it", FutureWarning, stacklevel=2)
         self.module = module
         self.dim = dim
-        self.broadcast_buffers = broadcast_buffers
-        self.process_group = process_group
-        self.bucket_cap_mb = bucket_cap_mb
+        self.process_group = _group_of(process_group, device_mesh)  # type: ignore[assignment]
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self.bucket_caps = _caps_in_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = max(self.bucket_caps)
+        self.bucket_bytes_cap_list = list(self.bucket_caps) if bucket_cap_mb_list else []
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.mixed_precision = None
+        self.logger = None
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._divide_by_initial_world_size = True
+        self._is_shadow = False
         self._check_module()
-        self.device = next(self.module.parameters()).device
+        self.device = next(p for _, p in self._named_parameters()).device
+        self.device_type = self.device.type
+        self.is_multi_device_module = False
         self.device_ids = self._check_device_ids(device_ids, output_device)
+        self.output_device = self.device.index if self.device_ids else None
+        self.broadcast_bucket_size = _BROADCAST_BYTES
+        self.use_side_stream_for_tensor_copies = True
+        self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
         self._start_locally()
-        self._open(init_sync)
+        self._open(init_sync, init_sync_buffers)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Whether the next backward is synced is decided here (see `no_sync`)."""
@@ -119,8 +168,12 @@ class FusedRingDDP(nn.Module):
             inputs, kwargs = self._on_device(inputs, kwargs)
         self._before_forward()
         output = self.module(*inputs, **kwargs)
-        if self._synced and torch.is_grad_enabled():
-            self._watch(output, inputs, kwargs)
+        if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
+            self._sync_buffers()
+        if torch.is_grad_enabled():
+            self.require_forward_param_sync = self._synced
+            if self._synced:
+                self._watch(output, inputs, kwargs)
         if self._scheduler is not None and recording():
             name = FORWARD if torch.is_grad_enabled() else f"{FORWARD} without gradients"
             self._scheduler.track.span(name, started, time.perf_counter(), synced=self._synced)
@@ -152,7 +205,7 @@ class FusedRingDDP(nn.Module):
     def _check_module(self) -> None:
         """What torch's class checks, with its exception types."""
         name = type(self).__name__
-        named = list(self.module.named_parameters())
+        named = list(self._named_parameters())
         if any(is_lazy(parameter) for _, parameter in named):
             raise RuntimeError(
                 f"Modules with uninitialized parameters can't be used with `{name}`. "
@@ -181,10 +234,35 @@ class FusedRingDDP(nn.Module):
                     "make the embedding with sparse=False"
                 )
 
+    @property
+    def broadcast_buffers(self) -> bool:
+        """`forward_sync_buffers` by its older name."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+        """Sets what forwards do; returns whether buffers are sent at the start."""
+        if broadcast_buffers is not None:
+            ignored = " and, beside forward_sync_buffers, ignored" if forward_sync_buffers is not None else ""
+            warnings.warn(
+                f"`broadcast_buffers` is deprecated{ignored}. Use `forward_sync_buffers` instead, which syncs "
+                "buffers at the start in any case",
+                FutureWarning,
+                stacklevel=3,
+            )
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers = forward_sync_buffers
+            return True
+        self.forward_sync_buffers = broadcast_buffers is None or broadcast_buffers
+        return self.forward_sync_buffers
+
     def _check_device_ids(
         self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
-    ) -> list[int]:
-        """The module's GPU, if it was named; nothing otherwise."""
+    ) -> list[int] | None:
+        """The module's GPU, if it was named."""
         named = [*(device_ids or ()), *(() if output_device is None else (output_device,))]
         if self.device.type == "cpu" and named:
             raise ValueError(
@@ -200,15 +278,23 @@ class FusedRingDDP(nn.Module):
                     f"the module is on {self.device}, but device_ids={device_ids} and output_device={output_device} "
                     "were given: call module.to() with the device that you name here"
                 )
-        return [self.device.index] if device_ids else []
+        return [self.device.index] if device_ids else None
 
     def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the inputs of a forward to the module's GPU, as torch's class does."""
         moved = _to_kwargs(inputs, kwargs, self.device, use_side_stream_for_tensor_copies=True)
         return moved[0][0], moved[1][0]
 
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that are not to be ignored, each once, trainable or not."""
+        return ((name, p) for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore)
+
+    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that are not to be ignored."""
+        return ((name, b) for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore)
+
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
+        return [(name, p) for name, p in self._named_parameters() if p.requires_grad]
 
     def _start_locally(self) -> None:
         """The state that is this rank's own, and starts anew in a copy of the wrapper."""
@@ -219,6 +305,9 @@ class FusedRingDDP(nn.Module):
         self._backward: weakref.ref[Backward] = _NO_BACKWARD
         self._unfinished = ""
         self._warned_of_bypass = False
+        self._divisor: int | None = None
+        self._last_error = ""
+        self._buffer_futures: list[torch.futures.Future[Any]] = []
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
@@ -265,12 +354,10 @@ class FusedRingDDP(nn.Module):
         logger.info("the trainable parameters have changed: making buckets for them anew")
         return self._open(init_sync=False)
 
-    def _open(self, init_sync: bool) -> Scheduler:
+    def _open(self, init_sync: bool, init_sync_buffers: bool = False) -> Scheduler:
         """Agree with the other ranks and get memory for the buckets (collective)."""
         trainable = self._parameters_at_start
-        cap = DEFAULT_BUCKET_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
-        first_cap = FIRST_BUCKET_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
-        layouts = lay_out(trainable, int(cap * (1 << 20)), int(first_cap * (1 << 20)))
+        layouts = lay_out(trainable, self.bucket_caps)
         communicator = communicator_of(self.process_group, timeout=self.config.timeout)
         self._check_agreement(communicator, init_sync)
         offsets, end = [], 0
@@ -279,7 +366,8 @@ class FusedRingDDP(nn.Module):
             end += -(-layout.elements * layout.dtype.itemsize // 64) * 64
         memory = communicator.allocate(end, self.device, timeout=self.config.timeout)
         if init_sync:  # only now: a rank that gave up above would leave the others waiting in the broadcast
-            self._broadcast([*self.module.parameters(), *self.module.buffers()])
+            state = [p for _, p in self._named_parameters()]
+            self._broadcast([*state, *((b for _, b in self._named_buffers()) if init_sync_buffers else ())])
         buckets = [
             bind(layout, trainable, memory[at : at + layout.elements * layout.dtype.itemsize].view(layout.dtype))
             for at, layout in zip(offsets, layouts, strict=True)
@@ -295,11 +383,12 @@ class FusedRingDDP(nn.Module):
 
     def _check_agreement(self, communicator: Communicator, init_sync: bool) -> None:
         """Raises MismatchError, with the same text everywhere, where ranks wrapped different things."""
-        mine = [_in_words("parameter", name, p) for name, p in self.module.named_parameters()]
-        mine += [_in_words("buffer", name, b) for name, b in self.module.named_buffers()]
+        mine = [_in_words("parameter", name, p) for name, p in self._named_parameters()]
+        mine += [_in_words("buffer", name, b) for name, b in self._named_buffers()]
         mine.append(
-            f"{self.config}, bucket_cap_mb={self.bucket_cap_mb}, find_unused_parameters={self.find_unused_parameters}, "
-            f"broadcast_buffers={self.broadcast_buffers}, init_sync={init_sync}"
+            f"{self.config}, bucket caps {list(self.bucket_caps)} bytes, "
+            f"find_unused_parameters={self.find_unused_parameters}, "
+            f"forward_sync_buffers={self.forward_sync_buffers}, init_sync={init_sync}"
         )
         digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
         exchange = functools.partial(
@@ -316,11 +405,11 @@ class FusedRingDDP(nn.Module):
                     f"the ranks wrapped different modules or options ({sides}). Build the same model on every rank"
                 )
 
-    def _broadcast(self, tensors: list[Any]) -> None:
-        """Rank 0's values to all. By way of `.data`: graphs that saved an earlier value stay usable."""
-        group = self.process_group or (dist.group.WORLD if dist.is_initialized() else None)
+    def _broadcast(self, tensors: list[Any], source: int = 0) -> None:
+        """Rank `source`'s values to all. By way of `.data`: graphs that saved an earlier value stay usable."""
+        group: dist.ProcessGroup | None = self.process_group
         if group is not None and dist.get_world_size(group) > 1 and tensors:
-            _broadcast_coalesced(group, [t.data for t in tensors], _BROADCAST_BYTES, 0)
+            _broadcast_coalesced(group, [t.data for t in tensors], _BROADCAST_BYTES, source)
 
     def _scheduler_or_open(self) -> Scheduler:
         if self._scheduler is None or self._scheduler.closed:
@@ -333,6 +422,11 @@ class FusedRingDDP(nn.Module):
         scheduler, in_backward = self._scheduler, Backward.under_way()
         if scheduler is not None and scheduler.in_step and not in_backward:
             scheduler.abandon()
+        Join.notify_join_context(self)
+        if self._join_config.enable:
+            self._count_training_ranks()
+        if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
+            self._sync_buffers()
         if not torch.is_grad_enabled():
             # If this is the first half of reentrant checkpointing, the forward that counts comes within backward.
             self._decided = self._decided and in_backward
@@ -340,7 +434,7 @@ class FusedRingDDP(nn.Module):
         if in_backward and self._decided:
             return  # a forward is repeated for its intermediate values; what was decided stands
         self._decided = True
-        self._synced = self.require_backward_grad_sync and any(p.requires_grad for p in self.module.parameters())
+        self._synced = self.require_backward_grad_sync and any(p.requires_grad for _, p in self._named_parameters())
         if not self._synced:
             if scheduler is not None:
                 scheduler.expect_nothing()
@@ -349,11 +443,10 @@ class FusedRingDDP(nn.Module):
             self._tell_missing(late)
         if self._unfinished:
             text, self._unfinished = self._unfinished, ""
-            raise RuntimeError(text)
+            self._log_and_throw(RuntimeError, text)
         scheduler = self._wrap_anew() if self._has_changed() else self._scheduler_or_open()
         scheduler.expect(training=self.training, late=in_backward)
-        if self.broadcast_buffers:
-            self._broadcast(list(self.module.buffers()))
+        scheduler.divisor = self._divisor
 
     def _watch(self, output: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notice the first gradient of a backward through `output`.
@@ -415,6 +508,8 @@ class FusedRingDDP(nn.Module):
 
     def _on_backward_end(self) -> None:
         self._backward = _NO_BACKWARD
+        while self._buffer_futures:
+            self._buffer_futures.pop().wait()
         scheduler = self._scheduler
         if scheduler is None or not scheduler.in_step:
             return
@@ -423,19 +518,210 @@ class FusedRingDDP(nn.Module):
 
     def _tell_missing(self, missing: list[str]) -> None:
         """Warn now, and have the next synced forward raise, unless it was expected."""
-        if not self.find_unused_parameters:
-            names = ", ".join(missing)
-            self._unfinished = (
-                "Expected to have finished reduction in the prior iteration before starting a new one. This error "
-                "indicates that your module has parameters that were not used in producing loss. You can enable unused "
-                "parameter detection by passing the keyword argument `find_unused_parameters=True`. Parameters without "
-                f"a gradient on some rank: {names}"
+        if self.find_unused_parameters:
+            return
+        everywhere = ", ".join(missing)
+        here = set(self._scheduler.late_here if self._scheduler is not None else ())
+        indices = [(i, name) for i, (name, _) in enumerate(self._parameters_at_start) if name in here]
+        numbers, names = " ".join(str(i) for i, _ in indices) or "none", ", ".join(n for _, n in indices) or "none"
+        rank = my_rank()
+        self._unfinished = (
+            "Expected to have finished reduction in the prior iteration before starting a new one. This error "
+            "indicates that your module has parameters that were not used in producing loss. You can enable unused "
+            "parameter detection by passing the keyword argument `find_unused_parameters=True` to "
+            f"`{type(self).__name__}`, and by making sure all `forward` function outputs participate in calculating "
+            f"loss. Parameter indices which did not receive grad for rank {rank}: {numbers} (there is no need to set "
+            "the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL). Parameters which did not "
+            f"receive grad for rank {rank}: {names}. Parameters without a gradient on some rank: {everywhere}"
+        )
+        warnings.warn(
+            f"no gradient on some rank for {everywhere}: it counted as zero there. The next forward will raise; pass "
+            "find_unused_parameters=True if this is meant",
+            stacklevel=2,
+        )
+
+    # Buffers
+
+    def _syncs_buffers(self, when: _BufferCommHookLocation) -> bool:
+        """Whether buffers are to be sent now: before forward, or where a hook wants it."""
+        hook = getattr(self, "buffer_hook", None)
+        chosen = _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
+        return bool(when == chosen and self.will_sync_module_buffers())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether a forward now would send buffers: not where the forward before was not synced."""
+        return (
+            self.forward_sync_buffers
+            and self.require_forward_param_sync
+            and self.require_backward_grad_sync
+            and torch.is_grad_enabled()
+            and next(self._named_buffers(), None) is not None
+        )
+
+    def _sync_buffers(self) -> None:
+        source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+        self._sync_module_buffers(source)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        """By the hook of `_register_buffer_comm_hook`, whose futures backward waits for; else by broadcast."""
+        hook = getattr(self, "buffer_hook", None)
+        if hook is None:
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+        else:
+            with torch.no_grad():
+                futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, dict(self._named_buffers()))
+            self._buffer_futures += futures or []
+
+    def _default_broadcast_coalesced(
+        self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """What happens without a hook, for hooks that want just that."""
+        buffers = [b for _, b in self._named_buffers()] if bufs is None else list(bufs)
+        self._broadcast(buffers, authoritative_rank)
+
+    # Hooks of the user
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook(state, bucket)` sum the gradients: as torch's class, see there.
+
+        bucket: a `GradBucket` of this library, with the methods of torch's. The hook has to divide by the world size.
+        wire_dtype and algorithm do not apply. Raises RuntimeError for a second hook.
+        """
+        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        self._set_comm_hook(CommHook(state, hook, hook.__qualname__))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """The Python hook of the same name."""
+        hooks = {
+            BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        self._set_comm_hook(CommHook(self.process_group, hooks[comm_hook_type], str(comm_hook_type)))
+
+    def _set_comm_hook(self, hook: CommHook) -> None:
+        scheduler = self._scheduler_or_open()
+        if scheduler.hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        scheduler.hook = hook
+
+    # Uneven inputs
+
+    def join_hook(self, **kwargs: Any) -> UnevenInputs:
+        """What torch's Join calls when this rank has run out of inputs."""
+        return UnevenInputs(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+
+    def _count_training_ranks(self) -> bool:
+        """All ranks tell each other whether their next backward is synced (collective); ranks without inputs do not.
+
+        Returns whether any is. Gradients are then divided by the number of those, if that was asked for.
+        """
+        syncs = torch.tensor([float(self.require_backward_grad_sync and not self._is_shadow)], device=self.device)
+        dist.all_reduce(syncs, group=self.process_group)
+        self._divisor = None if self._divide_by_initial_world_size else max(1, int(syncs.item()))
+        return bool(syncs.item())
+
+    def _shadow_iteration(self) -> None:
+        """One iteration of the others, with gradients of zero."""
+        self._is_shadow = True
+        try:
+            syncs = self._count_training_ranks()
+            if self.will_sync_module_buffers():
+                self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
+        finally:
+            self._is_shadow = False
+        self.require_forward_param_sync = syncs
+        if syncs:
+            scheduler = self._scheduler_or_open()
+            scheduler.divisor = self._divisor
+            scheduler.shadow()
+
+    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
+        """The largest of the ranks that offer themselves (collective)."""
+        offer = torch.tensor([input_rank if rank_cond else -1], device=self.device)
+        dist.all_reduce(offer, op=dist.ReduceOp.MAX, group=self.process_group)
+        return int(offer.item())
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
+        state = [p for _, p in self._named_parameters()]
+        buffers = [b for _, b in self._named_buffers()] if self.forward_sync_buffers else []
+        self._broadcast([*state, *buffers], self._authoritative_rank)
+
+    # What torch's class has beside the documented
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """The keys of torch's class that mean something here."""
+        trainable, scheduler = self._parameters_at_start, self._scheduler
+        environment = {
+            key: os.environ.get(variable, "N/A")
+            for key, variable in (
+                ("master_port", "MASTER_PORT"),
+                ("master_addr", "MASTER_ADDR"),
+                ("torch_distributed_debug", "TORCH_DISTRIBUTED_DEBUG"),
+                ("cuda_visible_devices", "CUDA_VISIBLE_DEVICES"),
             )
-            warnings.warn(
-                f"no gradient on some rank for {names}: it counted as zero there. The next forward will raise; pass "
-                "find_unused_parameters=True if this is meant",
-                stacklevel=2,
-            )
+        }
+        hook = scheduler.hook if scheduler is not None else None
+        return {
+            **environment,
+            "world_size": 1 if self.process_group is None else dist.get_world_size(self.process_group),
+            "rank": my_rank(),
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or ())),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "backend_name": "" if self.process_group is None else dist.get_backend(self.process_group),
+            "iteration": scheduler.steps if scheduler is not None else 0,
+            "dtypes": ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for _, p in trainable)),
+            "total_parameter_size_bytes": sum(p.nbytes for _, p in trainable),
+            "num_parameter_tensors": len(trainable),
+            "bucket_sizes": ", ".join(map(str, scheduler.bucket_bytes)) if scheduler is not None else "",
+            "has_rebuilt_buckets": 0,
+            "can_set_static_graph": 1,
+            **({"comm_hook": hook.name} if hook is not None else {}),
+            **({"has_error": 1, "error": self._last_error} if self._last_error else {}),
+        }
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        """Raise, and tell `_get_ddp_logging_data`."""
+        self._last_error = f"{type(self.module).__name__}: {err_msg}"
+        raise err_type(err_msg)
+
+    def _set_static_graph(self) -> None:
+        """Nothing depends on it: every graph may change."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+        self.static_graph = True
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Every step is logged."""
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _remove_autograd_hooks(self) -> None:
+        """Gradients stay as they are from now on, on this rank."""
+        self._hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raises RuntimeError if a backward has not come to its end."""
+        if self._scheduler is not None and self._scheduler.in_step:
+            raise RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Average over other ranks from the next synced forward on, which opens buckets in that group."""
+        if not distributed_c10d._rank_not_in_group(new_process_group):
+            self.process_group = new_process_group
+            self._scheduler = None
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        raise RuntimeError("an optimizer cannot step in backward: gradients are averaged when all of it is done")
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        raise RuntimeError("sparse gradients are not reduced: make the embedding with sparse=False")
 
     # Copies
 
@@ -448,8 +734,8 @@ class FusedRingDDP(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy opens its buckets at its first synced forward, in the default group."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = None
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
+        self.process_group = _group_of(None, None)  # type: ignore[assignment]
         self._start_locally()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -473,6 +759,24 @@ _OF_THIS_RANK = (
 """Attributes that a copy makes for itself."""
 
 _NO_BACKWARD: weakref.ref[Backward] = weakref.ref(type("_Gone", (), {})())
+
+
+def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    if mesh is None:
+        return group or (dist.group.WORLD if dist.is_initialized() else None)
+    if group is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
+    return mesh.get_group(mesh_dim=0)
+
+
+def _caps_in_bytes(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
+    """How large each bucket may become; the last number is that of all further ones."""
+    caps = tuple(cap_mb_list or ()) or ((FIRST_BUCKET_MB, DEFAULT_BUCKET_MB) if cap_mb is None else (cap_mb,))
+    if not all(cap > 0 for cap in caps):
+        raise ValueError(f"bucket caps must be positive, got bucket_cap_mb={cap_mb}, bucket_cap_mb_list={cap_mb_list}")
+    return tuple(int(cap * (1 << 20)) for cap in caps)
 
 
 def _gradient_hook(wrapper: weakref.ref[FusedRingDDP], index: int, _: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -37,6 +37,7 @@ from fusedring.communicator import Batch, Communicator, Work
 from fusedring.config import RingConfig, scale_factor
 from fusedring.errors import MismatchError
 from fusedring.gpu_step import FlagsOnTheWay, GpuStep
+from fusedring.grad_bucket import CommHook, GradBucket, HookWork
 from fusedring.launch import Launch, Source
 from fusedring.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
 from fusedring.tracing import BACKWARD, WAIT, Track, recording
@@ -88,6 +89,7 @@ class _Step:
     batch: Batch = field(default_factory=Batch)
     launches: list[Launch] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
+    flags_work: Work | None = None
 
 
 class Scheduler:
@@ -108,6 +110,8 @@ class Scheduler:
         self._communicator, self._buckets, self._config = communicator, buckets, config
         self._entries = [entry for bucket in buckets for entry in bucket.entries]
         self._flags_clear = True
+        self.late_here: list[str] = []
+        """The parameters whose gradient did not arrive on this rank in the last step."""
         self._grad_is_view = grad_is_view
         self._step: _Step | None = None
         self._next_number: int
@@ -135,6 +139,9 @@ class Scheduler:
         self._sharers = {id(e.parameter): _users.setdefault(e.parameter, WeakSet()) for e in self._entries}
         for users in self._sharers.values():
             users.add(self)
+        self.hook: CommHook | None = after.hook if after is not None else None
+        self.divisor: int | None = None
+        """Instead of the world size, where only some ranks still train."""
         self._last: _Step | None = None
         self._report: StepReport | None = None
 
@@ -149,6 +156,16 @@ class Scheduler:
     def buckets(self) -> Sequence[Bucket]:
         """In the order in which they are launched."""
         return self._buckets
+
+    @property
+    def steps(self) -> int:
+        """How many steps have begun."""
+        return self._steps
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """Bytes of gradients in each bucket, padding left out."""
+        return [sum(entry.parameter.nbytes for entry in bucket.entries) for bucket in self._buckets]
 
     @property
     def closed(self) -> bool:
@@ -253,6 +270,28 @@ class Scheduler:
                 late = [a + b for a, b in zip(late, count(flags)[0], strict=True)]
         return self._late(late)
 
+    def shadow(self) -> None:
+        """Take part in a step of the other ranks with gradients of zero, which no rank misses."""
+        self.expect(training=True)
+        sizes = [len(bucket.entries) for bucket in self._buckets]
+        arrived = [[True] * size for size in sizes]
+        on_gpu = GpuStep(self._gpu, time.perf_counter()) if self._gpu is not None else None
+        step = _Step(
+            self._next_number, self._steps, -1, True, time.perf_counter(), sizes, arrived, [{} for _ in sizes], on_gpu
+        )
+        self._step = step
+        self._next_number += 1
+        self._steps += 1
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+        self._buckets[-1].flags[1].fill_(self._divided_by)  # that this rank holds none decides nothing
+        self._flags_clear = True
+        while len(step.works) < len(self._buckets):
+            self._launch(step)
+        with self._catching_up():
+            self._end(step)
+        self._flags_clear = False
+
     def abandon(self) -> None:
         """Forget a step that an exception in backward cut short, once its launches have ended.
 
@@ -273,6 +312,8 @@ class Scheduler:
             step.on_gpu.release(step.works)
         for work in step.works:
             work.wait()
+        if step.flags_work is not None:
+            step.flags_work.wait()
 
     @contextmanager
     def _catching_up(self) -> Iterator[None]:
@@ -344,7 +385,7 @@ class Scheduler:
             if grad.layout != torch.strided:
                 raise ValueError(f"the gradient of parameter {entry.name} is sparse: use sparse=False in its embedding")
             alone = len(self._sharers[id(entry.parameter)]) == 1  # else it may lie in a bucket that is reduced first
-            if self._engine == "triton" and alone and grad.numel() >= READ_IN_PLACE:
+            if self._engine == "triton" and alone and self.hook is None and grad.numel() >= READ_IN_PLACE:
                 source = entry.in_place(grad)
                 if source is not None:
                     step.sources[bucket][entry.offset] = source
@@ -353,21 +394,29 @@ class Scheduler:
 
     def _launch(self, step: _Step) -> None:
         index = len(step.works)
-        flat = self._buckets[index].flat
-        if index == len(self._buckets) - 1:
+        bucket, is_last = self._buckets[index], index == len(self._buckets) - 1
+        if is_last:
             self._write_flags(step)
         launch = self._bucket_launch(step, index)
         step.launches.append(launch)
-        step.works.append(
-            self._communicator.submit(
-                launch,
-                flat,
-                result=flat,
-                timeout=self._config.timeout,
-                sources=[Source(start, tensor) for start, tensor in sorted(step.sources[index].items())],
-                batch=step.batch,
-                after=step.on_gpu.producers if step.on_gpu is not None else (),
-            )
+        if self.hook is not None:
+            future = self.hook.hook(self.hook.state, GradBucket(bucket, index, is_last=is_last))
+            step.works.append(HookWork(bucket, launch.label, future))
+            if is_last:
+                step.flags_work = self._submit(step, self._flags_launch(step), bucket.flags.view(-1), ())
+            return
+        sources = [Source(start, tensor) for start, tensor in sorted(step.sources[index].items())]
+        step.works.append(self._submit(step, launch, bucket.flat, sources))
+
+    def _submit(self, step: _Step, launch: Launch, flat: torch.Tensor, sources: Sequence[Source]) -> Work:
+        return self._communicator.submit(
+            launch,
+            flat,
+            result=flat,
+            timeout=self._config.timeout,
+            sources=sources,
+            batch=step.batch,
+            after=step.on_gpu.producers if step.on_gpu is not None else (),
         )
 
     def _write_flags(self, step: _Step) -> None:
@@ -376,13 +425,14 @@ class Scheduler:
         In most steps no rank sets a flag; so they are clear already, and stay so.
         """
         late = [not arrived for bucket in step.arrived for arrived in bucket]
+        self.late_here = self._late(late)
         flags = self._buckets[-1].flags
         if any(late):
             empty = [is_late and e.parameter.grad is None for is_late, e in zip(late, self._entries, strict=True)]
             if step.on_gpu is not None and step.on_gpu.captured:
                 names = ", ".join(self._late(late))
                 raise RuntimeError(f"a CUDA graph cannot capture a backward that leaves {names} without gradients")
-            flags.copy_(flags.new_tensor([late, empty])).mul_(self._communicator.world_size)
+            flags.copy_(flags.new_tensor([late, empty])).mul_(self._divided_by)
         elif not self._flags_clear:
             flags.zero_()
         self._flags_clear = False  # until `_hand_out` sees the other ranks'
@@ -395,12 +445,23 @@ class Scheduler:
             elements=flat.numel(),
             dtype=flat.dtype,
             wire=self._config.wire or flat.dtype,
-            factor=scale_factor("avg", None, self._communicator.world_size, flat.dtype),
+            factor=scale_factor("avg", None, self._divided_by, flat.dtype),
             engine=self._engine,
             wrapper=self._wrapper,
             step=step.number,
             bucket=index,
         )
+
+    @property
+    def _divided_by(self) -> int:
+        return self.divisor or self._communicator.world_size
+
+    def _flags_launch(self, step: _Step) -> Launch:
+        """The flags by themselves, after a hook has had the gradients of the last bucket."""
+        launch = self._bucket_launch(step, len(self._buckets) - 1)
+        flags = self._buckets[-1].flags
+        algorithm = self._communicator.resolve(self._config.algorithm, flags.nbytes, flags.device)
+        return replace(launch, algorithm=algorithm, elements=flags.numel(), bucket=len(self._buckets))
 
     def _hand_out(self, step: _Step) -> list[str]:
         """`.grad` becomes the bucket's average, unless no rank had one. Names the entries that lacked it somewhere."""
@@ -414,7 +475,7 @@ class Scheduler:
                 self._set_grad(entry)
             return []
         late, empty = count(self._buckets[-1].flags)
-        self._flags_clear = not any(late)
+        self._flags_clear = not any(late) and not any(empty)
         for entry, ranks in zip(self._entries, empty, strict=True):
             if ranks < self._communicator.world_size:
                 self._set_grad(entry)

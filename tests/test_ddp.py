@@ -547,7 +547,7 @@ def check_option_agreement(rank: int, world: int) -> list[str]:
             self.register_buffer("statistics", torch.zeros(size))
 
     for make in (
-        lambda: FusedRingDDP(nn.Linear(2, 2), broadcast_buffers=rank == 0),
+        lambda: FusedRingDDP(nn.Linear(2, 2), forward_sync_buffers=rank == 0),
         lambda: FusedRingDDP(nn.Linear(2, 2), init_sync=rank == 0),
         lambda: FusedRingDDP(Buffered(2 + rank)),
     ):
@@ -560,7 +560,9 @@ def check_option_agreement(rank: int, world: int) -> list[str]:
 def test_buffers_and_options_are_compared_too():
     texts = run_ranks(2, check_option_agreement)
     assert texts[0] == texts[1]
-    assert ["broadcast_buffers" in texts[0][0], "init_sync" in texts[0][1], "statistics" in texts[0][2]] == [True] * 3
+    assert ["forward_sync_buffers" in texts[0][0], "init_sync" in texts[0][1], "statistics" in texts[0][2]] == [
+        True
+    ] * 3
 
 
 def check_late_wrap(rank: int, world: int) -> None:
