@@ -28,7 +28,7 @@ from fusedring import launch as launching
 from fusedring.config import check_timeout
 from fusedring.cuda_engine import CHANNELS, PARITY_BYTES, Backend, CudaEngine, Kernels, Pending
 from fusedring.cuda_workspace import Alone, Pages, Peers, Pinned, Way, lend
-from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError
+from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, NotCapturedError, OutOfMemoryError
 from fusedring.gpu import Cuda, Gpu, Stream
 from fusedring.host_engine import HostEngine
 from fusedring.launch import Launch, Outcome, Source
@@ -384,6 +384,7 @@ class Communicator:
         self._check_open()
         engine = self._on_gpus.get(tensor.device)
         if engine is not None:
+            self.settle()  # else the launch would start in the thread, which knows neither stream nor capture
             work = GpuWork(result, launch.label, engine)
             start = partial(engine.start, launch, tensor, timeout=limit, sources=sources, after=after)
             self._run_here(launch, start, work, batch or Batch())
@@ -527,7 +528,7 @@ class Communicator:
         """A task that ends half-way makes the workspace unusable on all ranks; what all ranks agreed on does not."""
         try:
             return act()
-        except (MismatchError, OutOfMemoryError):
+        except (MismatchError, OutOfMemoryError, NotCapturedError):
             raise
         except BaseException as error:
             self._workspace.fail(error)
@@ -563,8 +564,10 @@ def close(group: dist.ProcessGroup | None = None) -> None:
     group = _resolve(group)
     communicator = _communicators.get(group)
     if communicator is not None:
-        communicator.close()
-        _communicators.pop(group, None)
+        try:
+            communicator.close()
+        finally:
+            _communicators.pop(group, None)
 
 
 def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -92,6 +92,7 @@ class CudaEngine:
         header = launching.pack(launch, None)
         if self._checks_each and not gpu.is_capturing():
             launching.agree(self._workspace.meet(header, timeout=timeout))
+        self.executor.check_capture(launch, tensor, sources)
         self.executor.ledger.enter(header)
         for stream in after or (gpu.current_stream(),):
             gpu.order(stream, gpu.comm)
@@ -159,6 +160,10 @@ class Executor(Protocol):
     name: str
     ledger: Ledger
 
+    def check_capture(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
+        """Raises NotCapturedError if a graph is being captured and the launch cannot be."""
+        ...
+
     def run(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], timeout: float) -> list[Totals]:
         """Give the launch to the current stream."""
         ...
@@ -186,6 +191,12 @@ class Kernels:
         self._windows = Windows(lent.region, self._staging.write)
         self._in_graphs: list[tuple[torch.Tensor, list[Window]]] = []
         self._watch: Watch | None = None
+
+    def check_capture(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
+        if self._gpu.is_capturing() and launch.elements:
+            tables = [window.table.on_device for window in self._windows.known(launch, tensor, sources)]
+            # A launch that has never run needs a compiler, too.
+            self._staging.check_spares([t.nbytes for table in tables for t in table] or [1 << 62])
 
     def run(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], timeout: float) -> list[Totals]:
         if self._watch is None:
@@ -225,6 +236,9 @@ class Backend:
     def __init__(self, gpu: Gpu, group: dist.ProcessGroup, ledger: Ledger) -> None:
         self.name, self.ledger = f"the group's backend ({dist.get_backend(group)})", ledger
         self._gpu, self._group = gpu, group
+
+    def check_capture(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
+        """The backend says itself what it cannot do."""
 
     def run(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], timeout: float) -> list[Totals]:
         for source in sources:

@@ -481,7 +481,7 @@ class FusedRingDDP(DistributedDataParallel):
             if scheduler.in_step:
                 scheduler.abandon()  # of a run that failed
             backward = Backward(self._on_backward_end)
-            self._backward = weakref.ref(backward)
+            self._backward = weakref.ref(backward, functools.partial(_run_failed, weakref.ref(self)))
         return scheduler, backward
 
     def _on_gradient(self, index: int) -> None:
@@ -783,6 +783,17 @@ def _gradient_hook(wrapper: weakref.ref[FusedRingDDP], index: int, _: torch.Tens
     living = wrapper()
     if living is not None:
         living._on_gradient(index)
+
+
+def _run_failed(wrapper: weakref.ref[FusedRingDDP], run: weakref.ref[Backward]) -> None:
+    """The engine has let go of a backward whose end was not called: an exception leaves it.
+
+    What was launched by then still writes its averages, to where `.grad` may lie. So that is awaited here, before the
+    user's code goes on, and may set gradients to zero.
+    """
+    living = wrapper()
+    if living is not None and living._backward is run and living._scheduler is not None:
+        living._scheduler.let_launches_end()
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

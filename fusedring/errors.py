@@ -28,3 +28,7 @@ class MismatchError(FusedRingError, ValueError):
     """
 
     latest_step: int = -1
+
+
+class NotCapturedError(FusedRingError):
+    """A CUDA graph cannot capture a collective yet; nothing was launched, and the group is as it was."""

@@ -45,6 +45,11 @@ class GpuStep:
         for stream in self._streams if started else ():
             self._gpu.after(started[-1].pending.done, stream)  # they run one after another
 
+    def join(self, works: Sequence[Work]) -> None:
+        """What the current stream is given from now on runs after the launches."""
+        self.produced()
+        self.release(works)
+
     def times(self, works: Sequence[Work]) -> tuple[float, list[tuple[float, float]]]:
         """When backward ended, and when each launch began and ended, as of time.perf_counter(). Waits for them."""
         pending = [work.pending for work in works if isinstance(work, GpuWork)]

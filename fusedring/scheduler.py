@@ -292,6 +292,13 @@ class Scheduler:
             self._end(step)
         self._flags_clear = False
 
+    def let_launches_end(self) -> None:
+        """What was launched in the step has ended afterwards, well or not; on a GPU, for the current stream."""
+        if self._step is not None:
+            self._communicator.settle()
+            if self._step.on_gpu is not None:
+                self._step.on_gpu.join(self._step.works)
+
     def abandon(self) -> None:
         """Forget a step that an exception in backward cut short, once its launches have ended.
 

@@ -6,11 +6,12 @@ no pinned memory can be had while a graph is captured; so spare buffers are put 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 import torch
 
-from fusedring.errors import FusedRingError
+from fusedring.errors import NotCapturedError
 from fusedring.gpu import Event, Gpu
 
 _SMALLEST = 4096
@@ -29,7 +30,7 @@ class Staging:
     def write(self, target: torch.Tensor, values: torch.Tensor) -> None:
         """Give `target`, on the GPU, these values, before whatever the communication stream is given afterwards.
 
-        Raises FusedRingError while a graph is captured, if no buffer was put aside for it.
+        While a graph is captured it needs a buffer that was put aside (see `check_spares`).
         """
         if not values.nbytes:
             return
@@ -45,6 +46,15 @@ class Staging:
             self._on_the_way[size].append((gpu.mark(gpu.comm), buffer))
             self._targets[size].add(target.data_ptr())
 
+    def check_spares(self, nbytes: Sequence[int]) -> None:
+        """Raises NotCapturedError if a capture could not write values of these sizes."""
+        wanted = Counter(_size_for(n) for n in nbytes if n)
+        if any(len(self._spare[size]) < count for size, count in wanted.items()):
+            raise NotCapturedError(
+                "a CUDA graph captures a collective that has not run since the last capture: run the step once outside "
+                "of a graph, with the same shapes, before each capture"
+            )
+
     def put_aside(self) -> None:
         """Outside of a capture: have a spare buffer for each place that was written so far."""
         for size, targets in self._targets.items():
@@ -59,11 +69,6 @@ class Staging:
         return self._gpu.pinned(size)
 
     def _spare_buffer(self, size: int) -> torch.Tensor:
-        if not self._spare[size]:
-            raise FusedRingError(
-                "a CUDA graph captures a collective that has not run since the last capture: run the step once outside "
-                "of a graph, with the same shapes, before each capture"
-            )
         return self._spare[size].pop()
 
 

@@ -15,13 +15,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from fusedring.boards import Boards
-from fusedring.config import WireDtype, check_dtype, check_engine, check_wire_dtype, scale_factor
+from fusedring.config import WireDtype, check_dtype, check_engine, check_timeout, check_wire_dtype, scale_factor
 from fusedring.errors import FusedRingError
 from fusedring.gpu import Cuda, Event, Stream
 from fusedring.launch import Launch
@@ -39,6 +39,9 @@ CHANNELS = {"cuda": 8, "cpu": 2}
 
 _STREAMS = 32
 """torch has no more streams of one priority, and two virtual ranks in one stream would wait for each other."""
+
+_LEAVE_SECONDS = 10.0
+"""How long after its timeout a process of a virtual rank is left alive."""
 
 Before = Callable[[int], None]
 """before(rank): what a virtual rank does before it launches, on its stream."""
@@ -65,12 +68,13 @@ def virtual_ranks(
     FusedRingError where there is no GPU.
     """
     device = torch.device(device)
-    if world_size < 1:
+    if isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if device.type not in CHANNELS:
         raise ValueError(f"device must be cuda or cpu, got {device}")
-    if parity_bytes < 1 or parity_bytes % 256:
-        raise ValueError(f"parity_bytes must be a positive multiple of 256, got {parity_bytes}")
+    least = 256 * max(1, 2 * world_size) * world_size
+    if parity_bytes < least or parity_bytes % 256:
+        raise ValueError(f"parity_bytes must be a multiple of 256, at least {least}, got {parity_bytes}")
     if not 1 <= stages <= 8:
         raise ValueError(f"stages must lie between 1 and 8, got {stages}")
     channels = CHANNELS[device.type] if channels is None else channels
@@ -92,6 +96,8 @@ def virtual_ranks(
 
 class VirtualRanks:
     """Made by `virtual_ranks`. Collectives take one tensor per rank, in rank order, and work in place.
+
+    To be used by one thread at a time.
 
     device: where the tensors must lie.
     """
@@ -145,17 +151,19 @@ class VirtualRanks:
             raise ValueError(f"expected a tensor for each of {self.world_size} ranks, got {len(tensors)}")
         first = tensors[0]
         for rank, tensor in enumerate(tensors):
-            if tensor.shape != first.shape or tensor.dtype != first.dtype or tensor.dim() != 1:
+            alike = tensor.shape == first.shape and tensor.dtype == first.dtype
+            if not alike or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise ValueError(
-                    f"expected flat tensors of one size and dtype, got {tuple(tensor.shape)} of {tensor.dtype} at rank "
-                    f"{rank} and {tuple(first.shape)} of {first.dtype} at rank 0"
+                    f"expected flat, contiguous tensors of one size and dtype, got {tuple(tensor.shape)} of "
+                    f"{tensor.dtype} at rank {rank} and {tuple(first.shape)} of {first.dtype} at rank 0"
                 )
         check_dtype(first.dtype)
         wire = check_wire_dtype(wire_dtype)
         assert wire is None or isinstance(wire, torch.dtype)
         factor = scale_factor(op, scale, self.world_size, first.dtype)
         launch = Launch(kind, algorithm, first.numel(), first.dtype, wire or first.dtype, factor, "triton")
-        return VirtualCollective(self._place, self._regions, self._boards, launch, tensors)
+        detached = [tensor.detach() for tensor in tensors]
+        return VirtualCollective(self._place, self._regions, self._boards, launch, detached)
 
     def reset(self) -> None:
         """Forget a failure: all words of all regions and boards are zero again. Nothing runs."""
@@ -214,6 +222,7 @@ class VirtualCollective:
         On a GPU it is started only, after what the current stream does, and the current stream waits for it; the events
         say when it began and was done. timeout: of one wait, in seconds.
         """
+        check_timeout(timeout)
         for tensor, reachable in zip(self._tensors, self._reachable, strict=True):
             if tensor is not reachable:
                 reachable.copy_(tensor)
@@ -330,29 +339,33 @@ class _Processes:
     def run(
         self, ranks: Sequence[int], act: Before, boards: Sequence[Boards], timeout: float
     ) -> tuple[Event, Event] | None:
-        children = [_fork(act, rank) for rank in ranks]
+        children: dict[int, int] = {}
+        failed: list[int] = []
         try:
+            for rank in ranks:
+                children[_fork(act, rank)] = rank
             deadline, late = time.monotonic() + timeout, False
-            running = set(children)
-            failed = []
-            while running:
-                for child in list(running):
+            while children:
+                for child in list(children):
                     ended, status = os.waitpid(child, os.WNOHANG)
                     if ended:
-                        running.discard(child)
-                        failed += [child] if status else []
+                        rank = children.pop(child)
+                        failed += [rank] if status else []
                 if (failed or time.monotonic() > deadline) and not late:
                     late = True
                     for board in boards:
                         board.stop()
+                if time.monotonic() > deadline + _LEAVE_SECONDS:
+                    failed += children.values()
+                    break
                 time.sleep(0.002)
-        except BaseException:
-            for child in running:
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            raise
+        finally:
+            for child in children:
+                with suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
         if failed:
-            raise FusedRingError("a virtual rank failed: see its traceback above")
+            raise FusedRingError(f"virtual rank {failed[0]} raised (see its traceback above), or did not end in time")
         return None
 
 

@@ -56,20 +56,7 @@ class Windows:
         """The windows of a launch on the flat `tensor`, parts of which are read from `sources`."""
         if not launch.elements:
             return []
-        tensors = [source.tensor for source in sources]
-        addresses = [source.data_ptr() for source in tensors]
-        key = (
-            launch.kind,
-            launch.algorithm,
-            launch.dtype,
-            launch.wire,
-            launch.elements,
-            launch.factor,
-            tensor.data_ptr(),
-            *[source.start for source in sources],
-            *[source.numel() for source in tensors],
-            *[address % 16 for address in addresses],
-        )
+        key, addresses = self._key(launch, tensor, sources), [source.tensor.data_ptr() for source in sources]
         kept = self._kept.get(key)
         if kept is None:
             if len(self._kept) >= _BUCKETS_KEPT:
@@ -81,6 +68,27 @@ class Windows:
                 window.table.point_at(runs, self._write)
             kept.addresses = addresses
         return kept.windows
+
+    def _key(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> tuple[Any, ...]:
+        """Launches of the same key have the same tables, but for the addresses of their sources."""
+        tensors = [source.tensor for source in sources]
+        return (
+            launch.kind,
+            launch.algorithm,
+            launch.dtype,
+            launch.wire,
+            launch.elements,
+            launch.factor,
+            tensor.data_ptr(),
+            *[source.start for source in sources],
+            *[source.numel() for source in tensors],
+            *[source.data_ptr() % 16 for source in tensors],
+        )
+
+    def known(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> list[Window]:
+        """As `of`, but nothing is built or written: none if the launch is new."""
+        kept = self._kept.get(self._key(launch, tensor, sources))
+        return kept.windows if kept is not None else []
 
     def forget(self) -> None:
         """Keep nothing that was built so far."""

@@ -125,6 +125,11 @@ class Table:
         self._addresses: tuple[int, ...] = ()
         self.point_at(runs, write)
 
+    @property
+    def on_device(self) -> tuple[torch.Tensor, ...]:
+        """All that was written for the kernels."""
+        return self.tiles, self.chunk_tiles, self.origins
+
     def point_at(self, runs: Sequence[Run], write: Callable[[torch.Tensor, torch.Tensor], None] = write_now) -> None:
         """Read from these runs from now on: laid out and aligned as those that the table was made for."""
         addresses = tuple(run.source.data_ptr() for run in runs)

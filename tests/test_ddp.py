@@ -663,3 +663,43 @@ def check_nested_no_sync(rank: int, world: int) -> None:
 
 def test_no_sync_reaches_wrappers_inside():
     run_ranks(2, check_nested_no_sync)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise ZeroDivisionError
+        return gradient, None
+
+
+def check_zeroed_after_failure(rank: int, world: int) -> None:
+    """A launch of the backward that failed must not write into gradients that were set to zero since."""
+    torch.manual_seed(0)
+    module = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+    module.forward = lambda x, fails=False: module[1](_Fails.apply(module[0](x), fails))
+    model = FusedRingDDP(module, bucket_cap_mb=0.001, algorithm="ring")
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
+    model(x).sum().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    for late in range(world):
+        model.zero_grad(set_to_none=False)
+        if rank == late:
+            time.sleep(0.4)
+        with pytest.raises(ZeroDivisionError):
+            model(x, fails=True).sum().backward()
+        model.zero_grad(set_to_none=False)
+        time.sleep(0.4 * (rank != late))
+        assert all((p.grad == 0).all() for p in model.parameters())
+        model(x).sum().backward()
+        assert all(torch.equal(p.grad, w) for p, w in zip(model.parameters(), want, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_set_to_zero_after_a_failed_backward(world):
+    run_ranks(world, check_zeroed_after_failure)

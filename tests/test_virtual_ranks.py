@@ -88,10 +88,34 @@ def check_failing() -> None:
             if rank == 1:
                 raise ZeroDivisionError
 
-        with pytest.raises(fusedring.FusedRingError, match="virtual rank failed"):
+        with pytest.raises(fusedring.FusedRingError, match="virtual rank 1 raised"):
             ranks.prepare("all_reduce", xs).run(before=fail)
         ranks.reset()
         ranks.all_reduce(xs)
+        started = time.monotonic()
+        with pytest.raises(fusedring.FusedRingError, match="did not end in time"):
+            ranks.prepare("all_reduce", xs).run(before=lambda rank: time.sleep(1000 * rank), timeout=0.5)
+        assert time.monotonic() - started < 30
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)  # no child is left
+        fork = os.fork
+
+        def fork_once() -> int:
+            os.fork = refuse
+            return fork()
+
+        def refuse() -> int:
+            raise BlockingIOError
+
+        os.fork = fork_once
+        ranks.reset()
+        with pytest.raises(BlockingIOError):
+            ranks.all_reduce(xs)
+        os.fork = fork
+        with pytest.raises(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        ranks.reset()
+        ranks.all_reduce([x.requires_grad_() for x in xs])
 
 
 def test_a_virtual_rank_that_raises():
@@ -103,6 +127,8 @@ def check_arguments() -> None:
         ({"world_size": 0}, "world_size must be at least 1"),
         ({"world_size": 2, "channels": 0}, "channels must lie between"),
         ({"world_size": 2, "parity_bytes": 100}, "multiple of 256"),
+        ({"world_size": 2, "parity_bytes": 256}, "at least 2048"),
+        ({"world_size": True}, "world_size must be at least 1"),
         ({"world_size": 2, "stages": 0}, "stages must lie between"),
         ({"world_size": 2, "device": "meta"}, "cuda or cpu"),
     ):
@@ -114,7 +140,7 @@ def check_arguments() -> None:
             (good[:1], {}, "a tensor for each of 2 ranks"),
             ([good[0], torch.ones(9)], {}, "one size and dtype"),
             ([good[0], torch.ones(8).half()], {}, "one size and dtype"),
-            ([x.view(2, 4) for x in good], {}, "flat tensors"),
+            ([x.view(2, 4) for x in good], {}, "flat, contiguous tensors"),
             (good, {"algorithm": "tree"}, "algorithm must be one of"),
             (good, {"wire_dtype": "fp8"}, "wire_dtype"),
             ([x.int() for x in good], {}, "dtype must be one of"),
