@@ -28,13 +28,17 @@ def main() -> int:
     parser.add_argument("--parts", default=letters, metavar=letters, help="only these")
     parser.add_argument("--list", action="store_true", help="say what the parts are, and end")
     arguments = parser.parse_args()
-    if unknown := set(arguments.parts) - set(letters):
-        parser.error(f"--parts must be some of {letters}, got {''.join(sorted(unknown))!r}")
+    if not arguments.parts or set(arguments.parts) - set(letters):
+        parser.error(f"--parts must be some of {letters}, got {arguments.parts!r}")
     chosen = [part for part in PARTS if part.letter in arguments.parts]
     if arguments.list:
         for part in chosen:
             print(f"{part.letter}  {part.title}, at most {part.seconds:.0f} s")
         return 0
+    try:
+        output = arguments.json.open("w") if arguments.json is not None else None
+    except OSError as error:  # found now, not after minutes of measuring
+        parser.error(f"--json {arguments.json}: {error.strerror}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the parts' processes must not outlive this one
     found: dict[str, Any] = {"date": datetime.now().astimezone().isoformat(timespec="seconds"), **versions()}
     outcomes = run_parts(
@@ -46,10 +50,11 @@ def main() -> int:
     for outcome in outcomes:
         found |= outcome.facts
     found |= {"interpreted": arguments.interpret, "parts": as_json(outcomes)}
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     print(", ".join(f"{name} {value}" for name, value in found.items() if name != "parts"))
     print(table(outcomes))
+    if output is not None:
+        with output:
+            output.write(json.dumps(found, indent=1) + "\n")
     return exit_code(outcomes)
 
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedring.bench.device import PARTS, Case, Setting, check_case
+from fusedring.bench.device import PARTS
+from fusedring.bench.device.cases import Case
+from fusedring.bench.device.correctness import check_case
+from fusedring.bench.device.setting import Setting
 from fusedring.bench.parts import NotRunError, Outcome, Part, Row, Sheet, exit_code, run_parts, table
 from fusedring.bench.reference import different_bits, error_bound, exact, gathered, reduced
 from fusedring.config import DTYPES, scale_factor
@@ -272,3 +275,18 @@ def test_least_bytes_are_those_of_the_formulas():
 def test_verdicts_are_checked():
     with pytest.raises(AssertionError):
         Row("two and two", verdict="fine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--parts", "z"], "--parts must be some of"),
+        (["--parts", ""], "--parts must be"),
+        (["--json", "/"], "--json /"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_anything_runs(arguments, said):
+    command = [*CHECK, "--interpret", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr

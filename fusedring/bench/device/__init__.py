@@ -22,9 +22,6 @@ from typing import Any
 
 import torch
 
-from fusedring.bench.device.cases import Case as Case
-from fusedring.bench.device.correctness import check_case as check_case
-from fusedring.bench.device.setting import Setting as Setting
 from fusedring.bench.parts import Part
 
 PARTS = (
