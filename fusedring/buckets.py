@@ -1,7 +1,8 @@
 """Which gradient lives where: buckets of one dtype, and each parameter's view into its bucket.
 
-Parameters are packed in reverse order of registration, since backward produces gradients roughly in that order, so a
-bucket fills early. A gradient starts at a multiple of 16 elements; the padding stays zero.
+Parameters are packed in the order in which backward produces their gradients, so that a bucket fills early: first in
+reverse order of registration, which is about that order, then in the order that was seen. A gradient starts at a
+multiple of 16 elements; the padding stays zero.
 
 Behind the entries of the last bucket lie the *flags*, two for every entry of all buckets, in the order of buckets and
 entries. A rank sets them for what it has no gradient of, and averaging counts the ranks that did. They travel there
@@ -83,8 +84,12 @@ class BucketLayout:
     elements: int
 
 
-def lay_out(parameters: Sequence[tuple[str, torch.nn.Parameter]], caps: Sequence[int]) -> list[BucketLayout]:
+def lay_out(
+    parameters: Sequence[tuple[str, torch.nn.Parameter]], caps: Sequence[int], order: Sequence[int] = ()
+) -> list[BucketLayout]:
     """Pack parameters into buckets of about caps[0], caps[1], ... bytes, for each dtype; the last cap goes on.
+
+    order: indices of parameters as their gradients come; those that are not named come last, in reverse.
 
     A bucket is closed by the parameter that reaches its cap, as torch's DDP does. Buckets come in the order in which
     their last gradient is expected. Raises ValueError naming a parameter whose dtype cannot be reduced.
@@ -93,7 +98,9 @@ def lay_out(parameters: Sequence[tuple[str, torch.nn.Parameter]], caps: Sequence
     filled: dict[torch.dtype, int] = {}
     closed: list[list[int]] = []
     count_of: dict[torch.dtype, int] = {}
-    for index in reversed(range(len(parameters))):
+    named = set(order)
+    complete = [*order, *(i for i in reversed(range(len(parameters))) if i not in named)]
+    for index in complete:
         name, parameter = parameters[index]
         dtype = _reduced_dtype(name, parameter)
         filling.setdefault(dtype, []).append(index)
@@ -103,8 +110,8 @@ def lay_out(parameters: Sequence[tuple[str, torch.nn.Parameter]], caps: Sequence
             closed.append(filling.pop(dtype))
             filled[dtype], count_of[dtype] = 0, number + 1
     closed.extend(filling.values())
-    # Within a dtype members only go down, so a bucket is complete once its lowest index has its gradient.
-    closed.sort(key=lambda members: -members[-1])
+    come = {index: place for place, index in enumerate(complete)}
+    closed.sort(key=lambda members: come[members[-1]])  # a bucket is complete once its last one has its gradient
     *others, last = closed
     return [*(_lay_out_one(parameters, members) for members in others), _lay_out_one(parameters, last, len(parameters))]
 

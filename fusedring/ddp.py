@@ -314,6 +314,8 @@ class FusedRingDDP(DistributedDataParallel):
         """Have `_on_gradient` called for each trainable parameter that the module has now."""
         self._parameters_at_start = self._trainable()
         modules = list(self.module.modules())
+        self._synced_forwards = 0
+        self._order: list[int] = []
         self._contents = [
             (module._parameters, [(p, p is not None and p.requires_grad) for p in module._parameters.values()])
             for module in modules
@@ -357,7 +359,8 @@ class FusedRingDDP(DistributedDataParallel):
     def _open(self, init_sync: bool, init_sync_buffers: bool = False) -> Scheduler:
         """Agree with the other ranks and get memory for the buckets (collective)."""
         trainable = self._parameters_at_start
-        layouts = lay_out(trainable, self.bucket_caps)
+        layouts = lay_out(trainable, self.bucket_caps, self._order)
+        self._members = [layout.members for layout in layouts]
         communicator = communicator_of(self.process_group, timeout=self.config.timeout)
         self._check_agreement(communicator, init_sync)
         offsets, end = [], 0
@@ -380,6 +383,28 @@ class FusedRingDDP(DistributedDataParallel):
         )
         logger.info("%d buckets, %d bytes, world size %d", len(buckets), end, communicator.world_size)
         return self._scheduler
+
+    def _learn_order(self, scheduler: Scheduler) -> Scheduler:
+        """Before the second synced forward: lay the buckets out in the order in which rank 0's gradients came in the
+        first backward (collective). Only where that makes other buckets.
+        """
+        if len(self._members) == 1 or scheduler.is_captured():
+            return scheduler
+        scheduler.announce_wrapping(len(self._parameters_at_start))
+        place = {name: index for index, (name, _) in enumerate(self._parameters_at_start)}
+        communicator = communicator_of(self.process_group, timeout=self.config.timeout)
+        mine = [place[name] for name in scheduler.order]
+        order: list[int] = communicator.exchange(
+            mine if communicator.rank == 0 else None,
+            timeout=self.config.timeout,
+            purpose="learn the order of gradients",
+        )[0]
+        layouts = lay_out(self._parameters_at_start, self.bucket_caps, order)
+        if [set(layout.members) for layout in layouts] == list(map(set, self._members)):
+            return scheduler
+        self._order = order
+        logger.info("gradients come in another order than parameters were registered: making buckets anew")
+        return self._open(init_sync=False)
 
     def _check_agreement(self, communicator: Communicator, init_sync: bool) -> None:
         """Raises MismatchError, with the same text everywhere, where ranks wrapped different things."""
@@ -445,6 +470,9 @@ class FusedRingDDP(DistributedDataParallel):
             text, self._unfinished = self._unfinished, ""
             self._log_and_throw(RuntimeError, text)
         scheduler = self._wrap_anew() if self._has_changed() else self._scheduler_or_open()
+        self._synced_forwards += 1
+        if self._synced_forwards == 2:
+            scheduler = self._learn_order(scheduler)
         scheduler.expect(training=self.training, late=in_backward)
         scheduler.divisor = self._divisor
 
@@ -752,6 +780,7 @@ _OF_THIS_RANK = (
     "_parameters_at_start",
     "_contents",
     "_children",
+    "_members",
     "_backward",
     "_hooks",
     "process_group",

@@ -38,7 +38,7 @@ from fusedring.config import RingConfig, scale_factor
 from fusedring.errors import MismatchError
 from fusedring.gpu_step import FlagsOnTheWay, GpuStep
 from fusedring.grad_bucket import CommHook, GradBucket, HookWork
-from fusedring.launch import Launch, Source
+from fusedring.launches import Launch, Source
 from fusedring.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
 from fusedring.tracing import BACKWARD, WAIT, Track, recording
 
@@ -110,6 +110,9 @@ class Scheduler:
         self._communicator, self._buckets, self._config = communicator, buckets, config
         self._entries = [entry for bucket in buckets for entry in bucket.entries]
         self._flags_clear = True
+        self.order: list[str] = []
+        """In which the gradients of the first step came; empty until it has ended."""
+        self._coming: list[str] = []
         self.late_here: list[str] = []
         """The parameters whose gradient did not arrive on this rank in the last step."""
         self._grad_is_view = grad_is_view
@@ -192,6 +195,10 @@ class Scheduler:
         if training:
             self._next_number += 1
 
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph captures what is launched now."""
+        return self._gpu is not None and self._gpu.gpu.is_capturing()
+
     def announce_wrapping(self, parameters: int) -> None:
         """All ranks make their buckets anew, for so many parameters. Raises MismatchError where one does not."""
         with self._catching_up():
@@ -234,9 +241,12 @@ class Scheduler:
             step.on_gpu.produced()
         if recording():
             self.track.mark("gradient ready", time.perf_counter(), parameter=entry.name, bucket=bucket)
+        if step.count == 0:
+            self._coming.append(entry.name)
         step.arrived[bucket][position] = True
         step.waiting_for[bucket] -= 1
-        self._advance(step)
+        if step.waiting_for[bucket] == 0:
+            self._advance(step)
 
     def finish(self) -> list[str]:
         """End the step: launch the rest, wait for everything, hand out the averaged gradients.
@@ -255,6 +265,8 @@ class Scheduler:
         with self._catching_up():
             self._end(step)
         missing = self._hand_out(step)
+        if step.count == 0:
+            self.order = self._coming
         step.sources.clear()  # they may be freed, now that the producing streams wait for the launches
         self._last = step
         if recording():

@@ -703,3 +703,55 @@ def check_zeroed_after_failure(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_gradients_set_to_zero_after_a_failed_backward(world):
     run_ranks(world, check_zeroed_after_failure)
+
+
+class Backwards(nn.Module):
+    """Layers registered in the order in which they are not used; rank 1 uses them the other way round."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(4)])
+        self.turned = turned
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers if self.turned else reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def check_order(rank: int, world: int) -> None:
+    module = Backwards(turned=rank == 1)
+    model = FusedRingDDP(module, bucket_cap_mb=0.0002)
+
+    def names() -> list[str]:
+        return [name for bucket in model.report().buckets for name in bucket.parameters]
+
+    def step(seed: int) -> None:
+        grads = []
+        for r in range(world):
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * seed + r))
+            module.turned = r == 1
+            grads.append(torch.autograd.grad(module(x).sum(), list(module.parameters())))
+            if r == rank:
+                mine = x
+        module.turned = rank == 1
+        before = [0 if p.grad is None else p.grad.clone() for p in module.parameters()]
+        model(mine).sum().backward()
+        for p, old, *each in zip(module.parameters(), before, *grads, strict=True):
+            torch.testing.assert_close(p.grad, old + sum(each) / world)
+
+    step(0)
+    assert names() == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
+    step(1)  # what was accumulated before the buckets are made anew is kept
+    assert names() == [f"layers.{i}.weight" for i in (0, 1, 2, 3)]  # as rank 0 has seen it, on all ranks
+    step(2)
+    assert names() == [f"layers.{i}.weight" for i in (0, 1, 2, 3)]
+    other = FusedRingDDP(Backwards(turned=False))  # one bucket: nothing to learn
+    for _ in range(3):
+        other(torch.ones(1, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_buckets_follow_the_order_of_gradients(world):
+    run_ranks(world, check_order)
