@@ -7,8 +7,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
-from fusedring.bench.local_ranks import run_on_ranks
 from fusedring.ddp import FusedRingDDP
+from fusedring.local_ranks import launch
 from fusedring.pictures import draw_walk
 from fusedring.plan import ALGORITHMS, make_plan
 from fusedring.plots import draw_overlap
@@ -22,7 +22,7 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for algorithm in ALGORITHMS:
         draw_walk(make_plan("all_reduce", algorithm, 4, ELEMENTS), PICTURES / f"{algorithm}.png")
-    draw_overlap(run_on_ranks(train, 2), PICTURES / "overlap.png")
+    draw_overlap(launch(train, 2)[0], PICTURES / "overlap.png")
 
 
 def train() -> StepReport:

@@ -10,6 +10,7 @@ from fusedring.collectives import Work, all_gather, all_reduce, close, empty, re
 from fusedring.comm_hook import CommHookState, comm_hook
 from fusedring.ddp import FusedRingDDP
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError, PeerLostError
+from fusedring.local_ranks import RanksFailedError, launch
 from fusedring.tracing import trace
 from fusedring.version import __version__
 
@@ -21,6 +22,7 @@ __all__ = [
     "MismatchError",
     "OutOfMemoryError",
     "PeerLostError",
+    "RanksFailedError",
     "Work",
     "__version__",
     "all_gather",
@@ -29,6 +31,7 @@ __all__ = [
     "close",
     "comm_hook",
     "empty",
+    "launch",
     "reduce_scatter",
     "trace",
 ]

@@ -17,7 +17,7 @@ from fusedring.config import (
     check_timeout,
     scale_factor,
 )
-from fusedring.launch import Launch
+from fusedring.launches import Launch
 from fusedring.plan import split_evenly
 
 __all__ = ["Work", "all_gather", "all_reduce", "close", "empty", "reduce_scatter"]

@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fusedring import launch as launching
+from fusedring import launches as launching
 from fusedring.config import check_timeout
 from fusedring.cuda_engine import CHANNELS, PARITY_BYTES, Backend, CudaEngine, Kernels, Pending
 from fusedring.cuda_workspace import Alone, Pages, Peers, Pinned, Way, lend
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, NotCapturedError, OutOfMemoryError
 from fusedring.gpu import Cuda, Gpu, Stream
 from fusedring.host_engine import HostEngine
-from fusedring.launch import Launch, Outcome, Source
+from fusedring.launches import Launch, Outcome, Source
 from fusedring.log import logger
 from fusedring.rendezvous import Rendezvous, group_timeout
 from fusedring.shm_workspace import ShmWorkspace

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
-from fusedring import launch as launching
+from fusedring import launches as launching
 from fusedring.boards import Watch
 from fusedring.config import accumulate_dtype
 from fusedring.cuda_workspace import Lent
 from fusedring.errors import FusedRingError
 from fusedring.gpu import Event, Gpu, Stream
-from fusedring.launch import Launch, Source
+from fusedring.launches import Launch, Source
 from fusedring.ledger import Ledger
 from fusedring.plan import split_evenly
 from fusedring.staging import Staging

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fusedring.boards import Boards
 from fusedring.errors import FusedRingError
 from fusedring.gpu import Gpu
-from fusedring.launch import Launch
+from fusedring.launches import Launch
 from fusedring.ledger import LEDGER_BYTES, Ledger
 from fusedring.windows import Windows
 from fusedring.workspace import Workspace

@@ -8,24 +8,20 @@ import functools
 import hashlib
 import json
 import operator
-import os
 import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import BuiltinCommHookType, _broadcast_coalesced
-from torch.distributed import distributed_c10d
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -33,22 +29,15 @@ from torch.utils.hooks import RemovableHandle
 from fusedring.buckets import bind, lay_out
 from fusedring.communicator import Communicator, communicator_of
 from fusedring.config import RingConfig, WireDtype, check_engine
+from fusedring.contract import BROADCAST_BYTES, TorchContract, caps_in_bytes, group_of
 from fusedring.errors import FusedRingError, MismatchError
-from fusedring.grad_bucket import CommHook, Hook
 from fusedring.log import logger, my_rank
 from fusedring.report import StepReport
 from fusedring.scheduler import Backward, Scheduler
 from fusedring.tracing import FORWARD, recording
-from fusedring.uneven import UnevenInputs
-
-DEFAULT_BUCKET_MB = 25.0
-FIRST_BUCKET_MB = 1.0
-"""With the default cap the first bucket is small, so that communication starts early. Both are torch's numbers."""
-
-_BROADCAST_BYTES = 250 << 20
 
 
-class FusedRingDDP(DistributedDataParallel):
+class FusedRingDDP(TorchContract):
     """Data parallelism as `torch.nn.parallel.DistributedDataParallel`: change one line, train as before.
 
     Every rank runs the same module on its own part of the batch; at the end of `backward()` every parameter's `.grad`
@@ -130,11 +119,11 @@ class FusedRingDDP(DistributedDataParallel):
             warnings.warn("check_reduction is deprecated, and nothing depends on it", FutureWarning, stacklevel=2)
         self.module = module
         self.dim = dim
-        self.process_group = _group_of(process_group, device_mesh)  # type: ignore[assignment]
+        self.process_group = group_of(process_group, device_mesh)  # type: ignore[assignment]
         if device_mesh is not None:
             self.device_mesh = device_mesh
         init_sync_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
-        self.bucket_caps = _caps_in_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_caps = caps_in_bytes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self.bucket_caps)
         self.bucket_bytes_cap_list = list(self.bucket_caps) if bucket_cap_mb_list else []
         self.find_unused_parameters = find_unused_parameters
@@ -155,7 +144,7 @@ class FusedRingDDP(DistributedDataParallel):
         self.is_multi_device_module = False
         self.device_ids = self._check_device_ids(device_ids, output_device)
         self.output_device = self.device.index if self.device_ids else None
-        self.broadcast_bucket_size = _BROADCAST_BYTES
+        self.broadcast_bucket_size = BROADCAST_BYTES
         self.use_side_stream_for_tensor_copies = True
         self._passing_sync_batchnorm_handle(self.module)  # type: ignore[no-untyped-call]
         self._start_locally()
@@ -234,31 +223,6 @@ class FusedRingDDP(DistributedDataParallel):
                     "make the embedding with sparse=False"
                 )
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """`forward_sync_buffers` by its older name."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-        """Sets what forwards do; returns whether buffers are sent at the start."""
-        if broadcast_buffers is not None:
-            ignored = " and, beside forward_sync_buffers, ignored" if forward_sync_buffers is not None else ""
-            warnings.warn(
-                f"`broadcast_buffers` is deprecated{ignored}. Use `forward_sync_buffers` instead, which syncs "
-                "buffers at the start in any case",
-                FutureWarning,
-                stacklevel=3,
-            )
-        if forward_sync_buffers is not None:
-            self.forward_sync_buffers = forward_sync_buffers
-            return True
-        self.forward_sync_buffers = broadcast_buffers is None or broadcast_buffers
-        return self.forward_sync_buffers
-
     def _check_device_ids(
         self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
     ) -> list[int] | None:
@@ -284,14 +248,6 @@ class FusedRingDDP(DistributedDataParallel):
         """Move the inputs of a forward to the module's GPU, as torch's class does."""
         moved = _to_kwargs(inputs, kwargs, self.device, use_side_stream_for_tensor_copies=True)
         return moved[0][0], moved[1][0]
-
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that are not to be ignored, each once, trainable or not."""
-        return ((name, p) for name, p in self.module.named_parameters() if name not in self.parameters_to_ignore)
-
-    def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that are not to be ignored."""
-        return ((name, b) for name, b in self.module.named_buffers() if name not in self.parameters_to_ignore)
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self._named_parameters() if p.requires_grad]
@@ -430,12 +386,6 @@ class FusedRingDDP(DistributedDataParallel):
                     f"the ranks wrapped different modules or options ({sides}). Build the same model on every rank"
                 )
 
-    def _broadcast(self, tensors: list[Any], source: int = 0) -> None:
-        """Rank `source`'s values to all. By way of `.data`: graphs that saved an earlier value stay usable."""
-        group: dist.ProcessGroup | None = self.process_group
-        if group is not None and dist.get_world_size(group) > 1 and tensors:
-            _broadcast_coalesced(group, [t.data for t in tensors], _BROADCAST_BYTES, source)
-
     def _scheduler_or_open(self) -> Scheduler:
         if self._scheduler is None or self._scheduler.closed:
             return self._open(init_sync=False)
@@ -447,11 +397,6 @@ class FusedRingDDP(DistributedDataParallel):
         scheduler, in_backward = self._scheduler, Backward.under_way()
         if scheduler is not None and scheduler.in_step and not in_backward:
             scheduler.abandon()
-        Join.notify_join_context(self)
-        if self._join_config.enable:
-            self._count_training_ranks()
-        if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
-            self._sync_buffers()
         if not torch.is_grad_enabled():
             # If this is the first half of reentrant checkpointing, the forward that counts comes within backward.
             self._decided = self._decided and in_backward
@@ -459,6 +404,9 @@ class FusedRingDDP(DistributedDataParallel):
         if in_backward and self._decided:
             return  # a forward is repeated for its intermediate values; what was decided stands
         self._decided = True
+        Join.notify_join_context(self)
+        if self._join_config.enable:
+            self._count_training_ranks()
         self._synced = self.require_backward_grad_sync and any(p.requires_grad for _, p in self._named_parameters())
         if not self._synced:
             if scheduler is not None:
@@ -475,6 +423,8 @@ class FusedRingDDP(DistributedDataParallel):
             scheduler = self._learn_order(scheduler)
         scheduler.expect(training=self.training, late=in_backward)
         scheduler.divisor = self._divisor
+        if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
+            self._sync_buffers()
 
     def _watch(self, output: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notice the first gradient of a backward through `output`.
@@ -568,189 +518,6 @@ class FusedRingDDP(DistributedDataParallel):
             stacklevel=2,
         )
 
-    # Buffers
-
-    def _syncs_buffers(self, when: _BufferCommHookLocation) -> bool:
-        """Whether buffers are to be sent now: before forward, or where a hook wants it."""
-        hook = getattr(self, "buffer_hook", None)
-        chosen = _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
-        return bool(when == chosen and self.will_sync_module_buffers())
-
-    def will_sync_module_buffers(self) -> bool:
-        """Whether a forward now would send buffers: not where the forward before was not synced."""
-        return (
-            self.forward_sync_buffers
-            and self.require_forward_param_sync
-            and self.require_backward_grad_sync
-            and torch.is_grad_enabled()
-            and next(self._named_buffers(), None) is not None
-        )
-
-    def _sync_buffers(self) -> None:
-        source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-        self._sync_module_buffers(source)
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        """By the hook of `_register_buffer_comm_hook`, whose futures backward waits for; else by broadcast."""
-        hook = getattr(self, "buffer_hook", None)
-        if hook is None:
-            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
-        else:
-            with torch.no_grad():
-                futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, dict(self._named_buffers()))
-            self._buffer_futures += futures or []
-
-    def _default_broadcast_coalesced(
-        self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
-    ) -> None:
-        """What happens without a hook, for hooks that want just that."""
-        buffers = [b for _, b in self._named_buffers()] if bufs is None else list(bufs)
-        self._broadcast(buffers, authoritative_rank)
-
-    # Hooks of the user
-
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let `hook(state, bucket)` sum the gradients: as torch's class, see there.
-
-        bucket: a `GradBucket` of this library, with the methods of torch's. The hook has to divide by the world size.
-        wire_dtype and algorithm do not apply. Raises RuntimeError for a second hook.
-        """
-        self._check_comm_hook(hook)  # type: ignore[no-untyped-call]
-        self._set_comm_hook(CommHook(state, hook, hook.__qualname__))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        """The Python hook of the same name."""
-        hooks = {
-            BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
-            BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
-        }
-        self._set_comm_hook(CommHook(self.process_group, hooks[comm_hook_type], str(comm_hook_type)))
-
-    def _set_comm_hook(self, hook: CommHook) -> None:
-        scheduler = self._scheduler_or_open()
-        if scheduler.hook is not None:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        scheduler.hook = hook
-
-    # Uneven inputs
-
-    def join_hook(self, **kwargs: Any) -> UnevenInputs:
-        """What torch's Join calls when this rank has run out of inputs."""
-        return UnevenInputs(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
-
-    def _count_training_ranks(self) -> bool:
-        """All ranks tell each other whether their next backward is synced (collective); ranks without inputs do not.
-
-        Returns whether any is. Gradients are then divided by the number of those, if that was asked for.
-        """
-        syncs = torch.tensor([float(self.require_backward_grad_sync and not self._is_shadow)], device=self.device)
-        dist.all_reduce(syncs, group=self.process_group)
-        self._divisor = None if self._divide_by_initial_world_size else max(1, int(syncs.item()))
-        return bool(syncs.item())
-
-    def _shadow_iteration(self) -> None:
-        """One iteration of the others, with gradients of zero."""
-        self._is_shadow = True
-        try:
-            syncs = self._count_training_ranks()
-            if self.will_sync_module_buffers():
-                self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
-        finally:
-            self._is_shadow = False
-        self.require_forward_param_sync = syncs
-        if syncs:
-            scheduler = self._scheduler_or_open()
-            scheduler.divisor = self._divisor
-            scheduler.shadow()
-
-    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
-        """The largest of the ranks that offer themselves (collective)."""
-        offer = torch.tensor([input_rank if rank_cond else -1], device=self.device)
-        dist.all_reduce(offer, op=dist.ReduceOp.MAX, group=self.process_group)
-        return int(offer.item())
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
-        state = [p for _, p in self._named_parameters()]
-        buffers = [b for _, b in self._named_buffers()] if self.forward_sync_buffers else []
-        self._broadcast([*state, *buffers], self._authoritative_rank)
-
-    # What torch's class has beside the documented
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """The keys of torch's class that mean something here."""
-        trainable, scheduler = self._parameters_at_start, self._scheduler
-        environment = {
-            key: os.environ.get(variable, "N/A")
-            for key, variable in (
-                ("master_port", "MASTER_PORT"),
-                ("master_addr", "MASTER_ADDR"),
-                ("torch_distributed_debug", "TORCH_DISTRIBUTED_DEBUG"),
-                ("cuda_visible_devices", "CUDA_VISIBLE_DEVICES"),
-            )
-        }
-        hook = scheduler.hook if scheduler is not None else None
-        return {
-            **environment,
-            "world_size": 1 if self.process_group is None else dist.get_world_size(self.process_group),
-            "rank": my_rank(),
-            "module_name": type(self.module).__name__,
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "backend_name": "" if self.process_group is None else dist.get_backend(self.process_group),
-            "iteration": scheduler.steps if scheduler is not None else 0,
-            "dtypes": ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for _, p in trainable)),
-            "total_parameter_size_bytes": sum(p.nbytes for _, p in trainable),
-            "num_parameter_tensors": len(trainable),
-            "bucket_sizes": ", ".join(map(str, scheduler.bucket_bytes)) if scheduler is not None else "",
-            "has_rebuilt_buckets": 0,
-            "can_set_static_graph": 1,
-            **({"comm_hook": hook.name} if hook is not None else {}),
-            **({"has_error": 1, "error": self._last_error} if self._last_error else {}),
-        }
-
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
-        """Raise, and tell `_get_ddp_logging_data`."""
-        self._last_error = f"{type(self.module).__name__}: {err_msg}"
-        raise err_type(err_msg)
-
-    def _set_static_graph(self) -> None:
-        """Nothing depends on it: every graph may change."""
-        if self.static_graph:
-            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
-        self.static_graph = True
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Every step is logged."""
-        if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
-
-    def _remove_autograd_hooks(self) -> None:
-        """Gradients stay as they are from now on, on this rank."""
-        self._hooks()
-
-    def _check_reducer_finalized(self) -> None:
-        """Raises RuntimeError if a backward has not come to its end."""
-        if self._scheduler is not None and self._scheduler.in_step:
-            raise RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Average over other ranks from the next synced forward on, which opens buckets in that group."""
-        if not distributed_c10d._rank_not_in_group(new_process_group):
-            self.process_group = new_process_group
-            self._scheduler = None
-
-    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        raise RuntimeError("an optimizer cannot step in backward: gradients are averaged when all of it is done")
-
-    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
-        raise RuntimeError("sparse gradients are not reduced: make the embedding with sparse=False")
-
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
@@ -763,7 +530,7 @@ class FusedRingDDP(DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy opens its buckets at its first synced forward, in the default group."""
         nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        self.process_group = _group_of(None, None)  # type: ignore[assignment]
+        self.process_group = group_of(None, None)  # type: ignore[assignment]
         self._start_locally()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -788,24 +555,6 @@ _OF_THIS_RANK = (
 """Attributes that a copy makes for itself."""
 
 _NO_BACKWARD: weakref.ref[Backward] = weakref.ref(type("_Gone", (), {})())
-
-
-def _group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
-    if mesh is None:
-        return group or (dist.group.WORLD if dist.is_initialized() else None)
-    if group is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
-    return mesh.get_group(mesh_dim=0)
-
-
-def _caps_in_bytes(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """How large each bucket may become; the last number is that of all further ones."""
-    caps = tuple(cap_mb_list or ()) or ((FIRST_BUCKET_MB, DEFAULT_BUCKET_MB) if cap_mb is None else (cap_mb,))
-    if not all(cap > 0 for cap in caps):
-        raise ValueError(f"bucket caps must be positive, got bucket_cap_mb={cap_mb}, bucket_cap_mb_list={cap_mb_list}")
-    return tuple(int(cap * (1 << 20)) for cap in caps)
 
 
 def _gradient_hook(wrapper: weakref.ref[FusedRingDDP], index: int, _: torch.Tensor) -> None:

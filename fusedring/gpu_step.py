@@ -35,6 +35,13 @@ class GpuStep:
         """The streams that a launch now has to wait for: those of the gradients, and the current one."""
         return tuple(self._streams | {self._gpu.current_stream(): None})
 
+    def gather(self) -> None:
+        """What the current stream is given from now on runs after all gradients so far."""
+        current = self._gpu.current_stream()
+        for stream in self._streams:
+            if stream != current:
+                self._gpu.order(stream, current)
+
     def end(self) -> None:
         """Backward has been given to the current stream as a whole."""
         self._ended = self._gpu.mark(self._gpu.current_stream())

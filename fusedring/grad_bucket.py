@@ -16,7 +16,7 @@ import torch
 
 from fusedring.buckets import Bucket
 from fusedring.communicator import Work
-from fusedring.launch import Outcome
+from fusedring.launches import Outcome
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 

@@ -24,9 +24,9 @@ from typing import Final
 
 import torch
 
-from fusedring import launch as launching
+from fusedring import launches as launching
 from fusedring.arithmetic import CHUNK_ELEMENTS, Arithmetic
-from fusedring.launch import Launch, Location, Outcome, Source
+from fusedring.launches import Launch, Location, Outcome, Source
 from fusedring.plan import ALIGNMENT, COLLECTING, Plan, make_plan
 from fusedring.workspace import Workspace
 

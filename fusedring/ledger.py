@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedring import launch
-from fusedring.launch import HEADER_BYTES
+from fusedring import launches
+from fusedring.launches import HEADER_BYTES
 
 ENTRIES = 512
 _ENTRY_BYTES = 128
@@ -50,7 +50,7 @@ class Ledger:
             if any(header is None for header in headers):
                 return
             self._compared = number
-            launch.agree([header for header in headers if header], so=_FOUND_LATE)
+            launches.agree([header for header in headers if header], so=_FOUND_LATE)
 
     def _read(self, rank: int, number: int) -> bytes | None:
         """The header; empty if it was overwritten; None if it is still to come."""

@@ -90,6 +90,7 @@ class _Step:
     launches: list[Launch] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     flags_work: Work | None = None
+    taken: set[int] = field(default_factory=set)
 
 
 class Scheduler:
@@ -150,7 +151,10 @@ class Scheduler:
 
     @property
     def report(self) -> StepReport | None:
-        """Of the last step that ended well; on a GPU, waits for it. None before the first, or if it was captured."""
+        """Of the last step that ended well; on a GPU, waits for it.
+
+        None before the first, and on a GPU if it was captured or a communication hook took part.
+        """
         if self._last is not None:
             self._report, self._last = self._describe(self._last), None
         return self._report
@@ -236,7 +240,9 @@ class Scheduler:
                 "been sent already. Use checkpoint(..., use_reentrant=False), or no_sync() around all but the last of "
                 "several backward passes"
             )
-        self._take(step, bucket, entry)
+        if len(self._sharers[id(entry.parameter)]) > 1:
+            entry.view.copy_(self._dense_grad(entry))  # now: it may lie in a bucket that is reduced before this one
+            step.taken.add(id(entry))
         if step.on_gpu is not None:
             step.on_gpu.produced()
         if recording():
@@ -299,7 +305,7 @@ class Scheduler:
         self._buckets[-1].flags[1].fill_(self._divided_by)  # that this rank holds none decides nothing
         self._flags_clear = True
         while len(step.works) < len(self._buckets):
-            self._launch(step)
+            self._launch(step, takes=False)
         with self._catching_up():
             self._end(step)
         self._flags_clear = False
@@ -386,33 +392,47 @@ class Scheduler:
         if step.on_gpu is not None:
             step.on_gpu.end()
         while len(step.works) < len(self._buckets):
-            bucket = len(step.works)
-            for position, entry in enumerate(self._buckets[bucket].entries):
-                if not step.arrived[bucket][position]:
-                    self._take(step, bucket, entry)
             self._launch(step)
 
-    def _take(self, step: _Step, bucket: int, entry: Entry) -> None:
-        """Bring a gradient into its bucket, unless autograd accumulated it there or the engine reads it where it is.
+    def _take(self, step: _Step, index: int) -> None:
+        """Bring a bucket's gradients into it, but those that autograd accumulated there or the engine reads elsewhere.
 
         None counts as zero. What autograd owns is read and never written: other gradients may share its memory.
         """
-        grad = entry.parameter.grad
-        if grad is None:
-            entry.view.zero_()
-        elif grad is not entry.view:
-            if grad.layout != torch.strided:
-                raise ValueError(f"the gradient of parameter {entry.name} is sparse: use sparse=False in its embedding")
-            alone = len(self._sharers[id(entry.parameter)]) == 1  # else it may lie in a bucket that is reduced first
+        if step.on_gpu is not None:
+            step.on_gpu.gather()
+        views, grads = [], []
+        for entry in self._buckets[index].entries:
+            grad = entry.parameter.grad
+            if id(entry) in step.taken or grad is entry.view:
+                continue
+            if grad is None:
+                entry.view.zero_()
+                continue
+            grad = self._dense_grad(entry)
+            alone = len(self._sharers[id(entry.parameter)]) == 1
             if self._engine == "triton" and alone and self.hook is None and grad.numel() >= READ_IN_PLACE:
                 source = entry.in_place(grad)
                 if source is not None:
-                    step.sources[bucket][entry.offset] = source
-                    return
-            entry.view.copy_(grad.detach())
+                    step.sources[index][entry.offset] = source
+                    continue
+            views.append(entry.view)
+            grads.append(grad)
+        if views:
+            with torch.no_grad():
+                torch._foreach_copy_(views, grads)  # thousands of small ones at once
 
-    def _launch(self, step: _Step) -> None:
+    def _dense_grad(self, entry: Entry) -> torch.Tensor:
+        grad = entry.parameter.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise ValueError(f"the gradient of parameter {entry.name} is sparse: use sparse=False in its embedding")
+        return grad.detach()
+
+    def _launch(self, step: _Step, *, takes: bool = True) -> None:
         index = len(step.works)
+        if takes:
+            self._take(step, index)
         bucket, is_last = self._buckets[index], index == len(self._buckets) - 1
         if is_last:
             self._write_flags(step)
@@ -515,8 +535,8 @@ class Scheduler:
     def _describe(self, step: _Step) -> StepReport | None:
         if step.on_gpu is None:
             ended, times = step.ended, [(work.outcome.started, work.ended) for work in step.works]
-        elif step.on_gpu.captured:
-            return None
+        elif step.on_gpu.captured or self.hook is not None:
+            return None  # nobody has taken the GPU's times
         else:
             ended, times = step.on_gpu.times(step.works)
         launches = tuple(

@@ -29,9 +29,9 @@ from typing import Final
 
 import torch
 
-from fusedring import launch, memory
+from fusedring import launches, memory
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, OutOfMemoryError, PeerLostError
-from fusedring.launch import HEADER_BYTES, Launch, Location
+from fusedring.launches import HEADER_BYTES, Launch, Location
 from fusedring.rendezvous import Rendezvous
 from fusedring.signals import Signal, check_machine, cores
 
@@ -127,8 +127,8 @@ class ShmWorkspace:
 
     def _add_arena(self, nbytes: int, *, timeout: float) -> int:
         """Map a new arena of `nbytes` bytes per rank. All ranks do, or all raise the same error."""
-        request = launch.pack(Launch("empty", "ring", nbytes, torch.float32, torch.float32), None)
-        launch.agree(self.meet(request, timeout=timeout))
+        request = launches.pack(Launch("empty", "ring", nbytes, torch.float32, torch.float32), None)
+        launches.agree(self.meet(request, timeout=timeout))
         total, fd, failure = _arena_bytes(nbytes, self.world_size), -1, 0
         try:
             try:

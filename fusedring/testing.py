@@ -24,7 +24,7 @@ from fusedring.boards import Boards
 from fusedring.config import WireDtype, check_dtype, check_engine, check_timeout, check_wire_dtype, scale_factor
 from fusedring.errors import FusedRingError
 from fusedring.gpu import Cuda, Event, Stream
-from fusedring.launch import Launch
+from fusedring.launches import Launch
 from fusedring.plan import ALGORITHMS, KINDS
 from fusedring.windows import Windows
 

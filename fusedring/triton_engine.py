@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from fusedring import launch as launching
+from fusedring import launches as launching
 from fusedring.boards import Boards, Watch
 from fusedring.errors import FusedRingError
-from fusedring.launch import Launch, Outcome, Source
+from fusedring.launches import Launch, Outcome, Source
 from fusedring.windows import Window, Windows
 from fusedring.workspace import Workspace
 

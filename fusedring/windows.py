@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusedring.launch import Launch, Source
+from fusedring.launches import Launch, Source
 from fusedring.plan import ALIGNMENT, make_plan
 
 if TYPE_CHECKING:

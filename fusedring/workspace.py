@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from fusedring.launch import Location
+from fusedring.launches import Location
 
 
 class Workspace(Protocol):

@@ -465,6 +465,24 @@ def test_a_group_of_one_rank():
     run_interpreted(1, check_lone)
 
 
+def check_hook(rank: int, world: int) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    want = train(FusedRingDDP(make_model(), algorithm="ring"), rank, 1)
+    fusedring.close()
+    gpu = open_gpu()
+    model = FusedRingDDP(make_model())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    for got, wanted in zip(train(model, rank, 1), want, strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert gpu.names().count("kernel") == 1  # the flags
+    assert model.report() is None
+
+
+def test_communication_hooks():
+    run_interpreted(2, check_hook)
+
+
 def check_trace(rank: int, world: int, folder: str) -> None:
     open_gpu()
     model = FusedRingDDP(make_model(), algorithm="ring", bucket_cap_mb=0.01)

@@ -215,7 +215,7 @@ def test_a_lone_rank_needs_no_peers():
 
 
 def headers(*scales: float) -> list[bytes]:
-    from fusedring.launch import Launch, pack
+    from fusedring.launches import Launch, pack
 
     return [pack(Launch("all_reduce", "ring", 16, torch.float32, torch.float32, scale), None) for scale in scales]
 

@@ -272,7 +272,7 @@ def test_ranks_with_different_engines_are_told():
 def check_totals(rank: int, world: int) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from fusedring.communicator import communicator_of
-    from fusedring.launch import Launch
+    from fusedring.launches import Launch
 
     communicator = communicator_of()
     for algorithm in ALGORITHMS:

@@ -14,7 +14,7 @@ from fusedring.bench.no_driver import STREAM, NoDriver, no_driver
 from fusedring.kernels.region import Region
 from fusedring.kernels.signals import NVIDIA
 from fusedring.kernels.tiles import write_now
-from fusedring.launch import Launch, Source
+from fusedring.launches import Launch, Source
 from fusedring.windows import Window, Windows
 
 CHANNELS = 12

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedring.bench.no_driver import no_driver
-from fusedring.launch import Launch, Source
+from fusedring.launches import Launch, Source
 from fusedring.windows import Windows
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from fusedring.bench.gpt import GPTConfig
-from fusedring.bench.local_ranks import RanksFailedError, run_on_ranks
 from fusedring.bench.training import History, train
 from fusedring.cli.arguments import whole_number
+from fusedring.local_ranks import RanksFailedError, launch
 from fusedring.pictures import MATPLOTLIB_MISSING, has_matplotlib
 from fusedring.plan import ALGORITHMS
 from fusedring.plots import draw_training
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"--out: cannot make {out}: {error.strerror}", file=sys.stderr)
         return 2
     try:
-        runs, histories = run_on_ranks(train_rank, settings.ranks, settings)
+        runs, histories = launch(train_rank, settings.ranks, settings)[0]
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 
 from fusedring import memory
-from fusedring.bench.local_ranks import RanksFailedError, run_on_ranks
 from fusedring.bench.self_test import BANDWIDTH_BYTES, TIMEOUT_SECONDS, SelfTest, self_test
 from fusedring.communicator import ONE_SHOT_BYTES, ONE_SHOT_BYTES_ON_GPUS
+from fusedring.local_ranks import RanksFailedError, launch
 from fusedring.pictures import MATPLOTLIB_MISSING, has_matplotlib
 from fusedring.signals import check_machine, cores
 from fusedring.version import OLDEST_TORCH, TESTED_TORCH, TESTED_TRITON, __version__
@@ -166,7 +166,7 @@ def run_self_test() -> tuple[Check, SelfTest | None]:
     """Run the self-test on as many ranks as there are cores, 2 to MOST_RANKS."""
     ranks = max(2, min(MOST_RANKS, cores()))
     try:
-        result: SelfTest = run_on_ranks(self_test, ranks, timeout=TIMEOUT_SECONDS)
+        result: SelfTest = launch(self_test, ranks, timeout=TIMEOUT_SECONDS)[0]
     except RanksFailedError as error:
         remedy = "see the message; if this machine is not to blame, report it with fusedring doctor --json"
         return Check("self-test", "broken", str(error), remedy), None
