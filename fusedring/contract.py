@@ -33,6 +33,25 @@ FIRST_BUCKET_MB = 1.0
 BROADCAST_BYTES = 250 << 20
 
 
+class ReducerCalls:
+    """What others call on torch's Reducer, between a forward and its backward."""
+
+    def __init__(self, wrapper: TorchContract) -> None:
+        self._wrapper = wrapper
+
+    def prepare_for_forward(self) -> None:
+        """Nothing is to be prepared."""
+
+    def prepare_for_backward(self, outputs: Any) -> None:
+        """The next backward is synced, even if no forward announced it."""
+        self._wrapper._expect_synced_backward()
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def _delay_all_reduce(self) -> None: ...
+
+
 class TorchContract(DistributedDataParallel):
     """Torch's class without its Reducer. A subclass averages the gradients, by a `Scheduler`."""
 
@@ -51,6 +70,14 @@ class TorchContract(DistributedDataParallel):
 
     def _scheduler_or_open(self) -> Scheduler:
         raise NotImplementedError
+
+    def _expect_synced_backward(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def reducer(self) -> ReducerCalls:  # type: ignore[override]
+        """For libraries that call it in training steps of their own (Accelerate, Lightning)."""
+        return ReducerCalls(self)
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Those that are not to be ignored, each once, trainable or not."""

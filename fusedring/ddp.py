@@ -273,8 +273,7 @@ class FusedRingDDP(TorchContract):
         self._synced_forwards = 0
         self._order: list[int] = []
         self._contents = [
-            (module._parameters, [(p, p is not None and p.requires_grad) for p in module._parameters.values()])
-            for module in modules
+            (module._parameters, [(p, _trained_as(p)) for p in module._parameters.values()]) for module in modules
         ]
         self._children = [(module._modules, list(module._modules.values())) for module in modules if module._modules]
         # The parameters outlive the wrapper, so their hooks must neither keep it alive nor stay when it is gone.
@@ -288,18 +287,18 @@ class FusedRingDDP(TorchContract):
         self._hooks.atexit = False
 
     def _has_changed(self) -> bool:
-        """Whether parameters were replaced, added, removed, frozen or unfrozen since they were hooked."""
+        """Whether parameters were replaced, added, removed, frozen, unfrozen or converted since they were hooked."""
         for children, before in self._children:
             if len(children) != len(before) or any(map(operator.is_not, children.values(), before)):
                 return True
         for parameters, known in self._contents:
             if len(parameters) != len(known):
                 return True
-            for now, (then, trainable) in zip(parameters.values(), known, strict=True):
+            for now, (then, trained_as) in zip(parameters.values(), known, strict=True):
                 # What torch.func.functional_call puts there for the time of a call is no parameter.
                 if now is not then and (now is None or isinstance(now, nn.Parameter)):
                     return True
-                if now is not None and now.requires_grad is not trainable and now is then:
+                if now is then and _trained_as(now) is not trained_as:
                     return True
         return False
 
@@ -484,6 +483,14 @@ class FusedRingDDP(TorchContract):
                 stacklevel=3,
             )
 
+    def _expect_synced_backward(self) -> None:
+        if torch.is_grad_enabled() and not Backward.under_way():
+            scheduler = self._scheduler_or_open()
+            if not scheduler.expecting:
+                self._synced = True
+                scheduler.expect(training=self.training)
+                scheduler.divisor = self._divisor
+
     def _on_backward_end(self) -> None:
         self._backward = _NO_BACKWARD
         while self._buffer_futures:
@@ -555,6 +562,11 @@ _OF_THIS_RANK = (
 """Attributes that a copy makes for itself."""
 
 _NO_BACKWARD: weakref.ref[Backward] = weakref.ref(type("_Gone", (), {})())
+
+
+def _trained_as(parameter: torch.Tensor | None) -> torch.dtype | None:
+    """The dtype of its gradients; None if it has none."""
+    return parameter.dtype if parameter is not None and parameter.requires_grad else None
 
 
 def _gradient_hook(wrapper: weakref.ref[FusedRingDDP], index: int, _: torch.Tensor) -> None:

@@ -617,6 +617,15 @@ def check_changed_modules(rank: int, world: int) -> None:
     del module[3]
     module[0].bias.requires_grad_(False)
     check(model, module, 4)
+    model.double()
+    y = torch.ones(2, 8, dtype=torch.float64) * (rank + 1)
+    model.zero_grad()
+    model(y).square().sum().backward()
+    weights = [torch.empty_like(module[0].weight) for _ in range(world)]
+    dist.all_gather(weights, module[0].weight.grad)
+    assert torch.equal(weights[0], weights[-1])
+    assert weights[0].dtype == torch.float64
+    model.float()
     module.requires_grad_(False)  # as the half of a GAN that is not trained now
     assert model(torch.ones(1, 8).requires_grad_()).requires_grad
     module.requires_grad_(True)
