@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import threading
@@ -119,4 +120,9 @@ def scale_factor(op: str, scale: float | None, world_size: int, dtype: torch.dty
     factor = 1.0 if scale is None else float(scale)
     if op == "avg":
         factor /= world_size
-    return float(torch.tensor(factor, dtype=torch.float64).to(accumulate_dtype(dtype)))
+    return factor if accumulate_dtype(dtype) == torch.float64 else _as_float32(factor)
+
+
+@functools.lru_cache(maxsize=256)
+def _as_float32(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float64).to(torch.float32))

@@ -465,6 +465,9 @@ class FusedRingDDP(TorchContract):
         """A parameter's gradient has been accumulated into `.grad`."""
         if not self._synced:
             return
+        if self._backward() is not None and self._scheduler is not None and self._scheduler.in_step:
+            self._scheduler.ready(*self._places[index])  # what follows has been done
+            return
         announced = self._scheduler is not None and self._scheduler.expecting
         if self._backward() is None and not announced and not self._hides_outputs:
             self._warn_of_bypass(index)

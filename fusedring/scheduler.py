@@ -140,6 +140,9 @@ class Scheduler:
         self.track = Track(f"FusedRingDDP {self._wrapper}")
         self._group_mates = _schedulers.setdefault(communicator, WeakSet())
         self._group_mates.add(self)
+        self._shared: set[int] = set()
+        self._shared_as_of = -1
+        _made[0] += 1
         self._sharers = {id(e.parameter): _users.setdefault(e.parameter, WeakSet()) for e in self._entries}
         for users in self._sharers.values():
             users.add(self)
@@ -240,7 +243,7 @@ class Scheduler:
                 "been sent already. Use checkpoint(..., use_reentrant=False), or no_sync() around all but the last of "
                 "several backward passes"
             )
-        if len(self._sharers[id(entry.parameter)]) > 1:
+        if id(entry) in self._shared_entries():
             entry.view.copy_(self._dense_grad(entry))  # now: it may lie in a bucket that is reduced before this one
             step.taken.add(id(entry))
         if step.on_gpu is not None:
@@ -375,11 +378,20 @@ class Scheduler:
 
     def _is_shared(self, bucket: Bucket) -> bool:
         """Whether another wrapper that is in a backward, or expects one, may still read a gradient of the bucket."""
-        return any(
+        shared = self._shared_entries()
+        return bool(shared) and any(
             user is not self and (user._expecting or user._step is not None)
             for entry in bucket.entries
+            if id(entry) in shared
             for user in self._sharers[id(entry.parameter)]
         )
+
+    def _shared_entries(self) -> set[int]:
+        """The ids of entries whose parameter some other wrapper has, too, or had: looked up anew when one was made."""
+        if self._shared_as_of != _made[0]:
+            self._shared_as_of = _made[0]
+            self._shared = {id(e) for e in self._entries if len(self._sharers[id(e.parameter)]) > 1}
+        return self._shared
 
     def _launch_rest(self) -> None:
         """At the end of backward: launch what has not been launched, with or without gradients."""
@@ -401,6 +413,7 @@ class Scheduler:
         """
         if step.on_gpu is not None:
             step.on_gpu.gather()
+        shared = self._shared_entries()
         views, grads = [], []
         for entry in self._buckets[index].entries:
             grad = entry.parameter.grad
@@ -410,7 +423,7 @@ class Scheduler:
                 entry.view.zero_()
                 continue
             grad = self._dense_grad(entry)
-            alone = len(self._sharers[id(entry.parameter)]) == 1
+            alone = id(entry) not in shared
             if self._engine == "triton" and alone and self.hook is None and grad.numel() >= READ_IN_PLACE:
                 source = entry.in_place(grad)
                 if source is not None:
@@ -570,3 +583,5 @@ class Scheduler:
 _schedulers: WeakKeyDictionary[Communicator, WeakSet[Scheduler]] = WeakKeyDictionary()
 _users: MutableMapping[torch.nn.Parameter, WeakSet[Scheduler]] = WeakIdKeyDictionary()
 _forwards = itertools.count(1)
+_made = [0]
+"""How many schedulers there have been."""
