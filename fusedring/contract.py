@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 from weakref import finalize
@@ -68,11 +69,13 @@ class TorchContract(DistributedDataParallel):
     _last_error: str
     _buffer_futures: list[torch.futures.Future[Any]]
 
+    @abstractmethod
     def _scheduler_or_open(self) -> Scheduler:
-        raise NotImplementedError
+        """What drives the buckets; opens them where there are none."""
 
+    @abstractmethod
     def _expect_synced_backward(self) -> None:
-        raise NotImplementedError
+        """The next backward is synced, whatever the last forward decided."""
 
     @property
     def reducer(self) -> ReducerCalls:  # type: ignore[override]
