@@ -8,7 +8,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 import torch.distributed as dist
 
-from fusedring.communicator import Work, close, communicator_of
+from fusedring.communicator import close, communicator_of
 from fusedring.config import (
     RingConfig,
     WireDtype,
@@ -19,6 +19,7 @@ from fusedring.config import (
 )
 from fusedring.launches import Launch
 from fusedring.plan import split_evenly
+from fusedring.work import Work
 
 __all__ = ["Work", "all_gather", "all_reduce", "close", "empty", "reduce_scatter"]
 

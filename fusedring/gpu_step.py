@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from fusedring.buckets import Bucket
-from fusedring.communicator import GpuWork, Work
 from fusedring.cuda_engine import CudaEngine
 from fusedring.gpu import Event, Stream
+from fusedring.work import GpuWork, Work
 
 
 class GpuStep:

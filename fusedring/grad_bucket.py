@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fusedring.buckets import Bucket
-from fusedring.communicator import Work
 from fusedring.launches import Outcome
+from fusedring.work import Work
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 

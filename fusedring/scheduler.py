@@ -33,7 +33,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedring.buckets import Bucket, Entry, count
-from fusedring.communicator import Batch, Communicator, Work
+from fusedring.communicator import Communicator
 from fusedring.config import RingConfig, scale_factor
 from fusedring.errors import MismatchError
 from fusedring.gpu_step import FlagsOnTheWay, GpuStep
@@ -41,6 +41,7 @@ from fusedring.grad_bucket import CommHook, GradBucket, HookWork
 from fusedring.launches import Launch, Source
 from fusedring.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
 from fusedring.tracing import BACKWARD, WAIT, Track, recording
+from fusedring.work import Batch, Work
 
 READ_IN_PLACE = 2048
 """Elements from which on a gradient is read by the kernels where autograd left it: the largest tile. Smaller ones are

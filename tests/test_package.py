@@ -21,6 +21,7 @@ FLOORS = [
     {"workspace", "ledger", "boards", "windows", "staging"},
     {"shm_workspace", "cuda_workspace"},
     {"host_engine", "triton_engine", "cuda_engine", "testing"},
+    {"work"},
     {"communicator"},
     {"collectives", "buckets"},
     {"gpu_step", "grad_bucket"},
