@@ -139,18 +139,22 @@ class TorchContract(DistributedDataParallel):
             and next(self._named_buffers(), None) is not None
         )
 
-    def _sync_buffers(self) -> None:
+    def _sync_buffers(self, buffers: Sequence[torch.Tensor] | None = None) -> None:
+        """buffers: what to send and overwrite in place of the module's own, which these are copies of."""
         source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-        self._sync_module_buffers(source)
+        self._sync_module_buffers(source, buffers)
 
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+    def _sync_module_buffers(self, authoritative_rank: int, buffers: Sequence[torch.Tensor] | None = None) -> None:
         """By the hook of `_register_buffer_comm_hook`, whose futures backward waits for; else by broadcast."""
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
-            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+            self._default_broadcast_coalesced(buffers, authoritative_rank=authoritative_rank)
         else:
+            named = dict(self._named_buffers())
+            if buffers is not None:
+                named = dict(zip(named, buffers, strict=True))
             with torch.no_grad():
-                futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, dict(self._named_buffers()))
+                futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, named)
             self._buffer_futures += futures or []
 
     def _default_broadcast_coalesced(

@@ -23,9 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from fusedring import compiled
+from fusedring.armed import arm
 from fusedring.buckets import bind, lay_out
 from fusedring.communicator import Communicator, communicator_of
 from fusedring.config import RingConfig, WireDtype, check_engine
@@ -152,9 +154,12 @@ class FusedRingDDP(TorchContract):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module. Whether the next backward is synced is decided here (see `no_sync`)."""
+        if torch.compiler.is_compiling():
+            return self._traced_forward(inputs, kwargs)
         started = time.perf_counter()
         if self.device_ids:
             inputs, kwargs = self._on_device(inputs, kwargs)
+        compiled.arm_when_compiling()
         self._before_forward()
         output = self.module(*inputs, **kwargs)
         if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
@@ -264,12 +269,18 @@ class FusedRingDDP(TorchContract):
         self._divisor: int | None = None
         self._last_error = ""
         self._buffer_futures: list[torch.futures.Future[Any]] = []
+        self._tag = compiled.tag(self)
+        self._armed = compiled.is_compiled(self.module)
+        compiled.listen(self)
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
         """Have `_on_gradient` called for each trainable parameter that the module has now."""
         self._parameters_at_start = self._trainable()
+        self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(self._parameters_at_start)}
         modules = list(self.module.modules())
+        if self._armed:
+            self._arm()
         self._synced_forwards = 0
         self._order: list[int] = []
         self._contents = [
@@ -392,7 +403,7 @@ class FusedRingDDP(TorchContract):
 
     # Training
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, buffers: Sequence[torch.Tensor] | None = None) -> None:
         scheduler, in_backward = self._scheduler, Backward.under_way()
         if scheduler is not None and scheduler.in_step and not in_backward:
             scheduler.abandon()
@@ -423,7 +434,7 @@ class FusedRingDDP(TorchContract):
         scheduler.expect(training=self.training, late=in_backward)
         scheduler.divisor = self._divisor
         if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
-            self._sync_buffers()
+            self._sync_buffers(buffers)
 
     def _watch(self, output: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notice the first gradient of a backward through `output`.
@@ -445,6 +456,59 @@ class FusedRingDDP(TorchContract):
 
         for tensor in outputs:
             tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    # Under torch.compile
+
+    def _arm(self) -> None:
+        """Have the module announce gradients in what is compiled from now on."""
+        self._armed = True
+        arm(self.module.modules(), (parameter for _, parameter in self._parameters_at_start))
+
+    def _traced_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`forward` in a graph: what the wrapper does, the graph has it do when it is run."""
+        compiled.arm_all()
+        if self.device_ids:
+            inputs, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), (inputs, kwargs))
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        before, after = self._buffers_to_sync()
+        compiled.trace_forward_begins(self._tag, before)
+        output = compiled.trace_outputs(self._tag, self.module(*inputs, **kwargs))
+        compiled.trace_forward_ends(self._tag, after)
+        return output
+
+    def _buffers_to_sync(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Those that may be sent before a forward, and after one."""
+        buffers = [buffer for _, buffer in self._named_buffers()] if self.forward_sync_buffers else []
+        hook = getattr(self, "buffer_hook", None)
+        if hook is not None and hook.buffer_comm_hook_location == _BufferCommHookLocation.POST_FORWARD:
+            return [], buffers
+        return buffers, []
+
+    def _traced_forward_begins(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._before_forward(buffers)
+
+    def _traced_forward_ends(self, buffers: Sequence[torch.Tensor]) -> None:
+        if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
+            self._sync_buffers(buffers)
+        self.require_forward_param_sync = self._synced
+        self._hides_outputs = False
+
+    def _traced_backward_begins(self) -> None:
+        if self._synced:
+            scheduler, backward = self._enter_backward()
+            scheduler.begin(backward)
+
+    def _on_announced(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+        """A gradient is computed, and on its way to `.grad`."""
+        index = self._index_of.get(id(parameter))
+        if index is None or not self._synced or not self._hooks.alive or _has_hooks_of_others(parameter):
+            return
+        if self._backward() is None and (self._scheduler is None or not self._scheduler.expecting):
+            return  # `_on_gradient` deals with it
+        scheduler, backward = self._enter_backward()
+        scheduler.begin(backward)
+        scheduler.announced(*self._places[index], grad)
 
     def _enter_backward(self) -> tuple[Scheduler, Backward]:
         """In a hook: have `_on_backward_end` called at the end of the outermost run of autograd's engine."""
@@ -560,6 +624,8 @@ _OF_THIS_RANK = (
     "_members",
     "_backward",
     "_hooks",
+    "_index_of",
+    "_tag",
     "process_group",
 )
 """Attributes that a copy makes for itself."""
@@ -576,6 +642,14 @@ def _gradient_hook(wrapper: weakref.ref[FusedRingDDP], index: int, _: torch.Tens
     living = wrapper()
     if living is not None:
         living._on_gradient(index)
+
+
+def _has_hooks_of_others(parameter: torch.Tensor) -> bool:
+    """Whether more is to happen between the computation of its gradient and the end of its accumulation."""
+    after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return bool(parameter._backward_hooks) or any(
+        getattr(hook, "func", None) is not _gradient_hook for hook in after.values()
+    )
 
 
 def _run_failed(wrapper: weakref.ref[FusedRingDDP], run: weakref.ref[Backward]) -> None:

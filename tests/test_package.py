@@ -14,8 +14,8 @@ ROOT = Path(fusedring.__file__).parent
 # Each file imports only from files on lower floors (or, for packages, from its own package), wherever in it.
 FLOORS = [
     {"version", "errors", "plan", "report", "log", "kernels"},
-    {"config", "walk", "tracing"},
-    {"pictures"},
+    {"config", "walk", "tracing", "compiled"},
+    {"pictures", "armed"},
     {"plots"},
     {"launches", "memory", "signals", "rendezvous", "arithmetic", "gpu"},
     {"workspace", "ledger", "boards", "windows", "staging"},
