@@ -9,6 +9,8 @@ It keeps looking like what it was: names, `isinstance`, pickles and copies are t
 
 from __future__ import annotations
 
+import copyreg
+import operator
 import types
 from collections.abc import Iterable, MutableMapping
 from typing import Any, cast
@@ -32,8 +34,9 @@ class _Armed:
         function, arguments, state, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != "_fusedring_tags"}
-        own = type(self)
-        return function, tuple(self._fusedring_class if part is own else part for part in arguments), state, *rest
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle wants the class of self there
+            function, arguments = operator.call, (function, self._fusedring_class, *arguments[1:])
+        return function, arguments, state, *rest
 
 
 def _property_for(name: str) -> property:

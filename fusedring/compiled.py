@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
@@ -50,6 +50,9 @@ class Wrapper(Protocol):
     def _on_announced(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
         """`grad`, or a part of it, is on its way to the `.grad` of a parameter, anybody's."""
 
+    def _refuse_traced_backward(self, parameter: nn.Parameter) -> None:
+        """A graph computes a gradient of a parameter, anybody's, but not in a backward that autograd runs."""
+
 
 # Autograd runs the node of a leaf only in a backward for all leaves: not in autograd.grad, and not for some `inputs`.
 _leaf = torch.zeros((), device="cpu", requires_grad=True)
@@ -82,8 +85,12 @@ def _run_backward(grad: torch.Tensor, wrapper: torch.Tensor) -> None:
 
 def _run_gradient(grad: torch.Tensor, parameter: torch.Tensor) -> None:
     living: nn.Parameter | None = _tagged.get(int(parameter))
-    if living is not None and _in_full_backward():
-        for wrapper in list(_wrappers):
+    if living is None:
+        return
+    for wrapper in list(_wrappers):
+        if torch._C._current_graph_task_id() < 0:
+            wrapper._refuse_traced_backward(living)
+        elif _in_full_backward():
             wrapper._on_announced(living, grad)
 
 
@@ -120,7 +127,9 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, tag: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tag)
-        return output.view_as(output)
+        # Autograd would not let the user overwrite a view that comes from here.
+        free: torch.Tensor = torch.ops.aten._unsafe_view(output, output.shape)
+        return free
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -177,6 +186,29 @@ def arm_when_compiling() -> None:
 
 def _on_compile_start(_: Any) -> None:
     arm_all()
+
+
+def undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, where nothing in it is compiled, though what calls it is.
+
+    To be called when something is about to be compiled, not before: torch.compile takes seconds to import.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return function
+    if function not in _undisturbed:
+        _undisturbed[function] = dynamo.disable(function)
+    return _undisturbed[function]
+
+
+_undisturbed: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""For functions of modules only, which stay."""
+
+
+def in_compiled_autograd() -> bool:
+    """Whether a backward runs under compiled autograd, which calls hooks but not what they queue for the end."""
+    region = sys.modules.get("torch._dynamo.compiled_autograd")
+    return region is not None and bool(region.in_compiled_autograd_region)
 
 
 def is_compiled(module: nn.Module) -> bool:

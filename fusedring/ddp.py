@@ -264,6 +264,7 @@ class FusedRingDDP(TorchContract):
         self._decided = False
         self._hides_outputs = False
         self._backward: weakref.ref[Backward] = _NO_BACKWARD
+        self._forwards = 0
         self._unfinished = ""
         self._warned_of_bypass = False
         self._divisor: int | None = None
@@ -279,18 +280,22 @@ class FusedRingDDP(TorchContract):
         self._parameters_at_start = self._trainable()
         self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(self._parameters_at_start)}
         modules = list(self.module.modules())
-        if self._armed:
-            self._arm()
         self._synced_forwards = 0
         self._order: list[int] = []
         self._contents = [
             (module._parameters, [(p, _trained_as(p)) for p in module._parameters.values()]) for module in modules
         ]
         self._children = [(module._modules, list(module._modules.values())) for module in modules if module._modules]
+        self._register_hooks()
+        if self._armed:
+            self._arm()
+
+    def _register_hooks(self) -> None:
         # The parameters outlive the wrapper, so their hooks must neither keep it alive nor stay when it is gone.
+        hook = compiled.undisturbed(_gradient_hook)
         handles = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(_gradient_hook, weakref.ref(self), index)
+                functools.partial(hook, weakref.ref(self), index)
             )
             for index, (_, parameter) in enumerate(self._parameters_at_start)
         ]
@@ -414,6 +419,7 @@ class FusedRingDDP(TorchContract):
         if in_backward and self._decided:
             return  # a forward is repeated for its intermediate values; what was decided stands
         self._decided = True
+        self._forwards += 1  # since the last backward
         Join.notify_join_context(self)
         if self._join_config.enable:
             self._count_training_ranks()
@@ -447,20 +453,23 @@ class FusedRingDDP(TorchContract):
         inputs_need_grad = any(tensor.requires_grad for tensor in _tensors_in((inputs, kwargs)))
         parameters = {id(parameter) for _, parameter in self._parameters_at_start}
         alone = inputs_need_grad and not _lead_to_any(outputs, parameters)
-
-        def on_gradient(_: torch.Tensor) -> None:
-            if self._synced:
-                scheduler, backward = self._enter_backward()
-                if alone:
-                    scheduler.begin(backward)
-
+        hook = functools.partial(compiled.undisturbed(_output_hook), self, alone)
         for tensor in outputs:
-            tensor.register_hook(on_gradient)  # type: ignore[no-untyped-call]
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _on_output_gradient(self, alone: bool) -> None:
+        if self._synced:
+            scheduler, backward = self._enter_backward()
+            if alone:
+                scheduler.begin(backward)
 
     # Under torch.compile
 
     def _arm(self) -> None:
         """Have the module announce gradients in what is compiled from now on."""
+        if not self._armed and self._hooks.alive:
+            self._hooks()
+            self._register_hooks()  # undisturbed
         self._armed = True
         arm(self.module.modules(), (parameter for _, parameter in self._parameters_at_start))
 
@@ -508,7 +517,18 @@ class FusedRingDDP(TorchContract):
             return  # `_on_gradient` deals with it
         scheduler, backward = self._enter_backward()
         scheduler.begin(backward)
-        scheduler.announced(*self._places[index], grad)
+        scheduler.announced(*self._places[index], grad, all_of_it=self._forwards == 1)
+
+    def _refuse_traced_backward(self, parameter: nn.Parameter) -> None:
+        if self._synced and id(parameter) in self._index_of:
+            raise RuntimeError(
+                f"rank {my_rank()}: the gradient of parameter {self._name_of(parameter)} is computed in a compiled "
+                "graph that contains the backward, so it cannot be averaged: call backward() outside of what "
+                "torch.compile compiles, and leave torch._dynamo.config.trace_autograd_ops off"
+            )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        return self._parameters_at_start[self._index_of[id(parameter)]][0]
 
     def _enter_backward(self) -> tuple[Scheduler, Backward]:
         """In a hook: have `_on_backward_end` called at the end of the outermost run of autograd's engine."""
@@ -521,13 +541,21 @@ class FusedRingDDP(TorchContract):
         if backward is None:
             if scheduler.in_step:
                 scheduler.abandon()  # of a run that failed
+            if compiled.in_compiled_autograd():
+                raise FusedRingError(
+                    f"rank {my_rank()}: a {type(self).__name__} cannot average gradients under compiled autograd, "
+                    "which does not say when a backward ends. Leave torch._dynamo.config.compiled_autograd off; the "
+                    "forward may be compiled"
+                )
             backward = Backward(self._on_backward_end)
-            self._backward = weakref.ref(backward, functools.partial(_run_failed, weakref.ref(self)))
+            failed = functools.partial(compiled.undisturbed(_run_failed), weakref.ref(self))
+            self._backward = weakref.ref(backward, failed)
         return scheduler, backward
 
     def _on_gradient(self, index: int) -> None:
         """A parameter's gradient has been accumulated into `.grad`."""
         if not self._synced:
+            self._forwards = 0
             return
         if self._backward() is not None and self._scheduler is not None and self._scheduler.in_step:
             self._scheduler.ready(*self._places[index])  # what follows has been done
@@ -560,6 +588,7 @@ class FusedRingDDP(TorchContract):
 
     def _on_backward_end(self) -> None:
         self._backward = _NO_BACKWARD
+        self._forwards = 0
         while self._buffer_futures:
             self._buffer_futures.pop().wait()
         scheduler = self._scheduler
@@ -644,12 +673,15 @@ def _gradient_hook(wrapper: weakref.ref[FusedRingDDP], index: int, _: torch.Tens
         living._on_gradient(index)
 
 
+def _output_hook(wrapper: FusedRingDDP, alone: bool, _: torch.Tensor) -> None:
+    wrapper._on_output_gradient(alone)
+
+
 def _has_hooks_of_others(parameter: torch.Tensor) -> bool:
     """Whether more is to happen between the computation of its gradient and the end of its accumulation."""
     after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    return bool(parameter._backward_hooks) or any(
-        getattr(hook, "func", None) is not _gradient_hook for hook in after.values()
-    )
+    mine = (_gradient_hook, compiled.undisturbed(_gradient_hook))
+    return bool(parameter._backward_hooks) or any(getattr(hook, "func", None) not in mine for hook in after.values())
 
 
 def _run_failed(wrapper: weakref.ref[FusedRingDDP], run: weakref.ref[Backward]) -> None:

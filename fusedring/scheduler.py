@@ -21,6 +21,7 @@ whose forward, loss or backward failed is ahead of or behind the others, and fou
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from collections import deque
@@ -34,6 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedring.buckets import Bucket, Entry, count
 from fusedring.communicator import Communicator
+from fusedring.compiled import undisturbed
 from fusedring.config import RingConfig, scale_factor
 from fusedring.errors import MismatchError
 from fusedring.gpu_step import FlagsOnTheWay, GpuStep
@@ -59,9 +61,10 @@ class Backward:
         self.run: int = torch._C._current_graph_task_id()
         self.started = time.perf_counter()
         self._end = end
-        torch.autograd.Variable._execution_engine.queue_callback(self)
+        end_of_run = functools.partial(undisturbed(Backward._ended), self)
+        torch.autograd.Variable._execution_engine.queue_callback(end_of_run)
 
-    def __call__(self) -> None:
+    def _ended(self) -> None:
         self._end()
 
     @staticmethod
@@ -267,11 +270,12 @@ class Scheduler:
             self._coming[entry.name] = None
         self._arrive(step, bucket, position)
 
-    def announced(self, bucket: int, position: int, grad: torch.Tensor) -> None:
+    def announced(self, bucket: int, position: int, grad: torch.Tensor, *, all_of_it: bool) -> None:
         """In a step, `grad` is computed for an entry, and is accumulated into its `.grad` later in this backward.
 
-        It is taken now if in the last backward that was all of the gradient. `ready` sees whether it is so again. Until
-        then the parameter's `.grad` is set aside, so that nothing else is in what autograd puts there.
+        all_of_it: whether that is likely. Then it is taken now, if in the last backward it was all of the gradient.
+        `ready` sees whether it is so again. Until then the parameter's `.grad` is set aside, so that nothing else is in
+        what autograd puts there.
         """
         assert self._step is not None
         step, entry = self._step, self._buckets[bucket].entries[position]
@@ -287,7 +291,7 @@ class Scheduler:
             return
         if step.arrived[bucket][position] or id(entry) in self._shared_entries():
             return
-        taken = id(parameter) in self._whole and _lies_as(grad, entry.view)
+        taken = all_of_it and id(parameter) in self._whole and _lies_as(grad, entry.view)
         before = parameter.grad
         if taken:
             if before is entry.view:
