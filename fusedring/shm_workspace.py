@@ -182,7 +182,8 @@ class ShmWorkspace:
     def post(self, point: int, *, wake: bool = True) -> None:
         if self._words[_ALARM // 8]:  # who gave up may use its memory again: do not go on writing there
             self._check_health()
-        self._signals[self.rank].post(self.epoch << _POINT_BITS | point, wake=wake)
+        # A lone rank has nobody to wake.
+        self._signals[self.rank].post(self.epoch << _POINT_BITS | point, wake=wake and self.world_size > 1)
 
     def wait(self, ranks: Sequence[int], point: int, *, timeout: float) -> None:
         value = self.epoch << _POINT_BITS | point

@@ -35,16 +35,19 @@ class _Timespec(ctypes.Structure):
 
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
-_syscall.restype = ctypes.c_long
-_syscall.argtypes = [
-    ctypes.c_long,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_uint,
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_uint,
-]
+_prompt_syscall = ctypes.PyDLL(None).syscall
+"""Keeps the GIL: for calls that return at once, where handing it over and back would cost more than the call."""
+for _call in (_syscall, _prompt_syscall):
+    _call.restype = ctypes.c_long
+    _call.argtypes = [
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+    ]
 
 
 def check_machine() -> None:
@@ -100,7 +103,7 @@ class Signal:
         self._words[self._index] = value
         if wake:
             self._words[self._index + 1] = (self._words[self._index + 1] + 1) & 0xFFFFFFFF
-            _syscall(_FUTEX_NUMBER[_MACHINE], self._bell_address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
+            _prompt_syscall(_FUTEX_NUMBER[_MACHINE], self._bell_address, _FUTEX_WAKE, _EVERYBODY, None, None, 0)
 
     def sleep(self, ready: Callable[[], bool], seconds: float) -> None:
         """Sleep until the next post, for `seconds` at most; not at all if `ready()` holds."""
