@@ -59,7 +59,7 @@ class _Profiled:
         self._ended.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Task:
     act: Callable[[], Any]
     work: Work

@@ -101,7 +101,6 @@ class _Job:
         self.spans: tuple[Span, ...] = ((0, plan.elements),) if whole else plan.parts
         slot_elements = workspace.slot_bytes // tensor.itemsize
         self.capacity = slot_elements // len(self.spans) // ALIGNMENT * ALIGNMENT
-        self.bases: dict[int, torch.Tensor] = {}
 
     # Windows and places
 
@@ -117,7 +116,7 @@ class _Job:
 
     def slot_piece(self, rank: int, epoch: int, span: int, elements: int) -> torch.Tensor:
         base = self.workspace.slot(rank, epoch % 2).view(self.launch.dtype)
-        return base[span * self.capacity : span * self.capacity + elements]
+        return _cut(base, span * self.capacity, span * self.capacity + elements)
 
     def piece(self, window: tuple[Span, ...], rank: int, span: int) -> torch.Tensor:
         """The memory where the other ranks find `rank`'s share of a span."""
@@ -126,21 +125,22 @@ class _Job:
         if location is None:
             return self.slot_piece(rank, self.workspace.epoch, span, stop - start)
         if rank == self.workspace.rank:
-            return self.tensor[start:stop]
-        nbytes = self.plan.elements * self.tensor.itemsize
-        return self.workspace.bytes_at(rank, location, nbytes).view(self.launch.dtype)[start:stop]
+            return _cut(self.tensor, start, stop)
+        size = self.tensor.itemsize
+        place = Location(location.arena, location.offset + start * size)
+        return self.workspace.bytes_at(rank, place, (stop - start) * size).view(self.launch.dtype)
 
     def copy_in(self, window: tuple[Span, ...]) -> None:
         """Before the meeting of the next epoch, this rank's share goes to its slot of that epoch."""
         for span, (start, stop) in enumerate(window):
             slot = self.slot_piece(self.workspace.rank, self.workspace.epoch + 1, span, stop - start)
-            _copy(slot, self.tensor[start:stop])
+            _copy(slot, _cut(self.tensor, start, stop))
 
     def copy_out(self, window: tuple[Span, ...]) -> None:
         for span, (start, stop) in enumerate(window):
             if self.launch.kind != "reduce_scatter" or span == self.workspace.rank:
                 slot = self.slot_piece(self.workspace.rank, self.workspace.epoch, span, stop - start)
-                _copy(self.tensor[start:stop], slot)
+                _copy(_cut(self.tensor, start, stop), slot)
 
     # Algorithms
 
@@ -159,6 +159,8 @@ class _Job:
     def sum_directly(self, window: tuple[Span, ...]) -> None:
         """Sum the spans that the plan brings together here, and write each sum to everyone who is to have it."""
         rank, plan, chunks_done = self.workspace.rank, self.plan, 0
+        if plan.world_size == 1 and self.arithmetic.lossless and self.launch.factor == 1.0:
+            return  # a lone rank's contribution is the sum
         for span, (start, stop) in enumerate(window):
             if not plan.sums(rank, span):
                 continue
@@ -166,7 +168,8 @@ class _Job:
             if self.launch.kind == "all_reduce" or not receivers:
                 receivers += (rank,)
             sources = [_chunks(self.piece(window, r, span)) for r in range(plan.world_size)]
-            targets = [_chunks(self.tensor[start:stop])] if self.exchanges_slots else [sources[r] for r in receivers]
+            whole = self.exchanges_slots
+            targets = [_chunks(_cut(self.tensor, start, stop))] if whole else [sources[r] for r in receivers]
             for source, target in zip(zip(*sources, strict=True), zip(*targets, strict=True), strict=True):
                 self.arithmetic.sum_to(target, source, self.launch.factor)
                 chunks_done += 1
@@ -227,8 +230,16 @@ class _Job:
         self.workspace.post(chunks_done, wake=False)
 
 
+def _cut(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """tensor[start:stop]. A view costs as much as copying a small tensor does, so none is made of all of it."""
+    return tensor if stop - start == tensor.numel() else tensor[start:stop]
+
+
 def _chunks(piece: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.split(piece, CHUNK_ELEMENTS) if piece.numel() else ()
+    elements = piece.numel()
+    if elements > CHUNK_ELEMENTS:
+        return torch.split(piece, CHUNK_ELEMENTS)
+    return (piece,) if elements else ()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -22,8 +22,9 @@ STAGED = -1
 """`arena` of a tensor outside the workspace: it travels through the rank's staging slot."""
 
 _LAYOUT = struct.Struct("<qqqqqdqqqqqq")
+_WHERE = struct.Struct("<qq")
 HEADER_BYTES = _LAYOUT.size
-_AGREED_BYTES = struct.calcsize("<qqqqqdqqqq")
+_AGREED_BYTES = HEADER_BYTES - _WHERE.size
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,7 @@ def pack(launch: Launch, location: Location | None) -> bytes:
 
 def unpack(header: bytes) -> tuple[Launch, Location | None]:
     """The inverse of `pack`."""
-    kind, algorithm, elements, dtype, wire, factor, engine, *place, arena, offset = _LAYOUT.unpack(header)
-    wrapper, step, bucket = place
+    kind, algorithm, elements, dtype, wire, factor, engine, wrapper, step, bucket, _, _ = _LAYOUT.unpack(header)
     launch = Launch(
         kind=LAUNCH_KINDS[kind],
         algorithm=ALGORITHMS[algorithm],
@@ -119,18 +119,23 @@ def unpack(header: bytes) -> tuple[Launch, Location | None]:
         step=step,
         bucket=bucket,
     )
-    return launch, None if arena == STAGED else Location(arena, offset)
+    return launch, _location(header)
 
 
 def agree(headers: Sequence[bytes], *, so: str = "nothing was written") -> list[Location | None]:
     """Every rank's location. Raises MismatchError where the ranks' launches differ. so: what came of it."""
-    unpacked = [unpack(header) for header in headers]
-    launches = [launch for launch, _ in unpacked]
-    if any(header[:_AGREED_BYTES] != headers[0][:_AGREED_BYTES] for header in headers):  # as bytes: a NaN equals itself
+    first = headers[0][:_AGREED_BYTES]
+    if any(header[:_AGREED_BYTES] != first for header in headers):  # as bytes: a NaN equals itself
+        launches = [unpack(header)[0] for header in headers]
         error = MismatchError(_difference(launches, so))
         error.latest_step = max(launch.step for launch in launches)
         raise error
-    return [location for _, location in unpacked]
+    return [_location(header) for header in headers]
+
+
+def _location(header: bytes) -> Location | None:
+    arena, offset = _WHERE.unpack_from(header, _AGREED_BYTES)
+    return None if arena == STAGED else Location(arena, offset)
 
 
 def _difference(launches: Sequence[Launch], so: str) -> str:

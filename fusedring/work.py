@@ -29,8 +29,9 @@ class Work:
     def __init__(self, tensor: torch.Tensor, label: str) -> None:
         self._tensor = tensor
         self._label = label
-        self._finished = threading.Event()
+        self._finished = False
         self._finishing = threading.Lock()
+        self._awaited: threading.Event | None = None  # made by who waits: most works have ended before anybody does
         self._futures: list[torch.futures.Future[list[torch.Tensor]]] = []
         self._error: BaseException | None = None
         self._value: Any = None
@@ -38,7 +39,7 @@ class Work:
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._finished.is_set()
+        return self._finished
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """Wait for the end, then True. timeout: seconds, or a timedelta as torch.distributed has it.
@@ -48,7 +49,7 @@ class Work:
         if isinstance(timeout, timedelta):
             timeout = timeout.total_seconds()
         check_timeout(timeout)
-        if not self._finished.wait(timeout):
+        if not self._finished and not self._end().wait(timeout):
             raise CollectiveTimeoutError(
                 f"{self._label} has not ended after {timeout:g} s; it goes on: wait again, or with a longer timeout"
             )
@@ -68,7 +69,7 @@ class Work:
         """
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         with self._finishing:
-            if not self._finished.is_set():
+            if not self._finished:
                 self._futures.append(future)
                 return future
         self._complete(future)
@@ -88,9 +89,20 @@ class Work:
     def _finish(self) -> None:
         """It has ended: tell those who wait."""
         with self._finishing:
-            self._finished.set()
+            self._finished = True
+            if self._awaited is not None:
+                self._awaited.set()
         for future in self._futures:
             self._complete(future)
+
+    def _end(self) -> threading.Event:
+        """What is set at the end."""
+        with self._finishing:
+            if self._awaited is None:
+                self._awaited = threading.Event()
+            if self._finished:
+                self._awaited.set()
+            return self._awaited
 
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         if self._error is None:
