@@ -7,8 +7,12 @@ same operations on the same values, with one thread. So the only tolerance is fo
 
 Starting processes is slow. So the ranks stay, and are sent one case after another: see `Ranks`.
 
-A failure prints its case; `run_ranks(world, run_case, case)` runs it again. FUSEDRING_RANDOM_CASES=1000 draws so many
-cases for each world size, others on every run.
+It is done on each engine that runs here, with the same expectations: the host engine, the triton engine, and the CUDA
+engine on the double of a GPU from tests/recording_gpu.py. Kernels run under Triton's interpreter, which takes much
+longer; so they get fewer cases.
+
+A failure prints its case; `run_ranks(world, run_alone, engine, case)` runs it again. FUSEDRING_RANDOM_CASES=1000 draws
+so many cases for each world size and engine, others on every run.
 """
 
 from __future__ import annotations
@@ -34,11 +38,16 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedring.scheduler
 from fusedring import FusedRingDDP
+from fusedring.buckets import Entry
+from fusedring.communicator import communicator_of
 from fusedring.config import accumulate_dtype
 from tests.ranks import DEADLINE, RankError, run_ranks
 
 CASES = os.environ.get("FUSEDRING_RANDOM_CASES")
 FEATURES = 5
+WIDTHS = [3, 0, 1, 7, 40]
+READ_IN_PLACE = [*WIDTHS, 2048 // FEATURES + 1]
+"""On the engines that read large gradients where autograd left them."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -91,12 +100,12 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, world: int) -> Case:
+def cases(draw: st.DrawFn, world: int, widths: list[int]) -> Case:
     find_unused = draw(st.sampled_from([True, True, False]))
     masks = st.sampled_from([*range(1, 2**world), 0]) if find_unused else st.just(0)
     block = st.builds(
         Block,
-        width=st.sampled_from([3, 0, 1, 7, 40]),
+        width=st.sampled_from(widths),
         dtype=st.sampled_from(list(DTYPES)),
         frozen=st.sampled_from([False, False, False, True]),
         tied=st.booleans(),
@@ -197,8 +206,11 @@ def tolerance(dtype: torch.dtype, wire: torch.dtype | None, world: int) -> float
     return math.expm1(sum(times * math.log1p(u) for u, times in roundings))
 
 
-def run_case(rank: int, world: int, case: Case) -> None:
-    """Train as the case has it. Raises AssertionError where gradients are wrong, but only after the last step."""
+def run_case(rank: int, world: int, engine: str, case: Case) -> None:
+    """Train as the case has it, on an engine that `take_engine` has set up.
+
+    Raises AssertionError where gradients are wrong, but only after the last step.
+    """
     module = Model(case, world)
     for parameter in module.parameters():
         parameter.data += rank / 8  # wrapping makes all ranks' equal
@@ -209,8 +221,10 @@ def run_case(rank: int, world: int, case: Case) -> None:
         gradient_as_bucket_view=case.as_view,
         wire_dtype=case.wire,
         algorithm=case.algorithm,
+        engine="auto" if engine == "gpu" else engine,
         timeout=20,
     )
+    assert (communicator_of().gpu_engine(model.device) is not None) == (engine == "gpu")
     wire = DTYPES["bfloat16"] if case.wire else None
     faults, number = [], 0
     for index, step in enumerate(case.steps):
@@ -289,6 +303,28 @@ def differing(module: nn.Module, world: int) -> list[str]:
     return [name for name in mine if any(repr(other[name]) != repr(mine[name]) for other in everyone)]
 
 
+# Engines
+
+
+def take_engine(engine: str) -> None:
+    """Have this rank run on 'host', 'triton', or 'gpu', the CUDA engine on a GPU that is pretended (collective).
+
+    Before anything imports triton.
+    """
+    if engine != "host":
+        os.environ["TRITON_INTERPRET"] = "1"
+    if engine == "gpu":
+        from tests.recording_gpu import RecordingGpu, pretend
+
+        pretend(communicator_of(), RecordingGpu())
+
+
+def run_alone(rank: int, world: int, engine: str, case: Case) -> None:
+    """One case on fresh ranks."""
+    take_engine(engine)
+    run_case(rank, world, engine, case)
+
+
 # Ranks that stay
 
 
@@ -298,8 +334,8 @@ class Ranks:
     fault: the name of one that is planted in them.
     """
 
-    def __init__(self, world: int, fault: str | None) -> None:
-        self.world, self._fault = world, fault
+    def __init__(self, world: int, engine: str, fault: str | None) -> None:
+        self.world, self.engine, self._fault = world, engine, fault
         self._executor = ThreadPoolExecutor(1)
         self._pipes: list[Connection] = []
         self._running: Future[object] | None = None
@@ -309,7 +345,8 @@ class Ranks:
         if self._running is None:
             mine, theirs = zip(*(Pipe() for _ in range(self.world)), strict=True)
             self._pipes = list(mine)
-            self._running = self._executor.submit(run_ranks, self.world, serve, theirs, self._fault, deadline=86400)
+            args = (theirs, self.engine, self._fault)
+            self._running = self._executor.submit(run_ranks, self.world, serve, *args, deadline=86400)
         for pipe in self._pipes:
             pipe.send(case)
         answers = []
@@ -333,21 +370,22 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(world: int, fault: str | None = None) -> Iterator[Ranks]:
-    ranks = Ranks(world, fault)
+def ranks_of(world: int, engine: str, fault: str | None = None) -> Iterator[Ranks]:
+    ranks = Ranks(world, engine, fault)
     try:
         yield ranks
     finally:
         ranks.stop()
 
 
-def serve(rank: int, world: int, pipes: tuple[Connection, ...], fault: str | None) -> None:
+def serve(rank: int, world: int, pipes: tuple[Connection, ...], engine: str, fault: str | None) -> None:
     """On a rank: run the cases that come; answer whether another may follow, and what was wrong."""
+    take_engine(engine)
     if fault is not None:
         FAULTS[fault]()
     while (case := pipes[rank].recv()) is not None:
         try:
-            run_case(rank, world, case)
+            run_case(rank, world, engine, case)
             answer = (True, "")
         except AssertionError as error:
             answer = (True, str(error))
@@ -364,17 +402,20 @@ def compare(ranks: Ranks, examples: int, phases: tuple[Phase, ...] = tuple(Phase
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases(ranks.world))
+    @given(cases(ranks.world, WIDTHS if ranks.engine == "host" else READ_IN_PLACE))
     def averages_are_the_mean(case: Case) -> None:
         ranks.run(case)
 
     averages_are_the_mean()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_random_models(world):
-    with ranks_of(world) as ranks:
-        compare(ranks, 40)
+@pytest.mark.parametrize(
+    ("engine", "world", "examples"),
+    [("host", 2, 40), ("host", 3, 40), ("triton", 2, 12), ("triton", 3, 6), ("gpu", 2, 12), ("gpu", 3, 6)],
+)
+def test_random_models(engine, world, examples):
+    with ranks_of(world, engine) as ranks:
+        compare(ranks, examples)
 
 
 # Planted faults
@@ -402,13 +443,28 @@ def every_gradient_is_handed_out() -> None:
     fusedring.scheduler.count = lambda flags: (flags[0].tolist(), [0] * flags.size(1))
 
 
+def what_is_read_in_place_is_wrong() -> None:
+    real = Entry.in_place
+
+    def in_place(self, grad):
+        memory = real(self, grad)
+        return None if memory is None else 1.25 * memory
+
+    Entry.in_place = in_place
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     function.__name__: function
-    for function in (factor_off_by_a_little, missing_gradients_are_not_set_to_zero, every_gradient_is_handed_out)
+    for function in (
+        factor_off_by_a_little,
+        missing_gradients_are_not_set_to_zero,
+        every_gradient_is_handed_out,
+        what_is_read_in_place_is_wrong,
+    )
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault):
-    with ranks_of(2, fault) as ranks, pytest.raises(AssertionError, match=r"instead of|but local ones are"):
+@pytest.mark.parametrize(("fault", "engine"), [(f, "host" if "in_place" not in f else "gpu") for f in FAULTS])
+def test_a_planted_fault_is_found(fault, engine):
+    with ranks_of(2, engine, fault) as ranks, pytest.raises(AssertionError, match=r"instead of|but local ones are"):
         compare(ranks, 40, (Phase.generate,))
