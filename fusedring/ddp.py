@@ -11,7 +11,7 @@ import operator
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
@@ -451,8 +451,7 @@ class FusedRingDDP(TorchContract):
         outputs = [tensor for tensor in _tensors_in(output) if tensor.grad_fn is not None]
         self._hides_outputs = not outputs
         inputs_need_grad = any(tensor.requires_grad for tensor in _tensors_in((inputs, kwargs)))
-        parameters = {id(parameter) for _, parameter in self._parameters_at_start}
-        alone = inputs_need_grad and not _lead_to_any(outputs, parameters)
+        alone = inputs_need_grad and not _lead_to_any(outputs, self._index_of)
         hook = functools.partial(compiled.undisturbed(_output_hook), self, alone)
         for tensor in outputs:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -557,10 +556,11 @@ class FusedRingDDP(TorchContract):
         if not self._synced:
             self._forwards = 0
             return
-        if self._backward() is not None and self._scheduler is not None and self._scheduler.in_step:
-            self._scheduler.ready(*self._places[index])  # what follows has been done
+        scheduler = self._scheduler
+        if self._backward() is not None and scheduler is not None and scheduler.in_step:
+            scheduler.ready(*self._places[index])  # what follows has been done
             return
-        announced = self._scheduler is not None and self._scheduler.expecting
+        announced = scheduler is not None and scheduler.expecting
         if self._backward() is None and not announced and not self._hides_outputs:
             self._warn_of_bypass(index)
             return
@@ -711,7 +711,7 @@ def _remove(handles: list[RemovableHandle]) -> None:
         handle.remove()
 
 
-def _lead_to_any(tensors: list[torch.Tensor], variables: set[int]) -> bool:
+def _lead_to_any(tensors: list[torch.Tensor], variables: Container[int]) -> bool:
     """Whether autograd's graph leads from one of `tensors` to a variable whose id is in `variables`."""
     stack = [tensor.grad_fn for tensor in tensors]
     seen = set(stack)

@@ -25,7 +25,7 @@ import functools
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary, WeakSet
@@ -161,6 +161,7 @@ class Scheduler:
         self._group_mates = _schedulers.setdefault(communicator, WeakSet())
         self._group_mates.add(self)
         self._shared: set[int] = set()
+        """The ids of entries whose parameter some other wrapper has, too, or had."""
         self._shared_as_of = -1
         _made[0] += 1
         self._sharers = {id(e.parameter): _users.setdefault(e.parameter, WeakSet()) for e in self._entries}
@@ -240,6 +241,7 @@ class Scheduler:
     def begin(self, backward: Backward) -> None:
         """Begin a step, unless it has begun: all its buckets will be launched, with gradients or without."""
         if self._step is None:
+            self._look_for_sharers()
             sizes = [len(bucket.entries) for bucket in self._buckets]
             arrived = [[False] * size for size in sizes]
             sources: list[dict[int, torch.Tensor]] = [{} for _ in sizes]
@@ -263,12 +265,12 @@ class Scheduler:
             return
         if step.arrived[bucket][position]:
             raise _twice(entry)
-        if id(entry) in self._shared_entries():
+        if self._shared and id(entry) in self._shared:
             entry.view.copy_(self._dense_grad(entry))  # now: it may lie in a bucket that is reduced before this one
             step.taken.add(id(entry))
         if step.count == 0 and entry.name not in self._coming:
             self._coming[entry.name] = None
-        self._arrive(step, bucket, position)
+        self._arrive(step, bucket, position, entry)
 
     def announced(self, bucket: int, position: int, grad: torch.Tensor, *, all_of_it: bool) -> None:
         """In a step, `grad` is computed for an entry, and is accumulated into its `.grad` later in this backward.
@@ -289,7 +291,7 @@ class Scheduler:
                 raise _twice(entry)
             known.parts += 1
             return
-        if step.arrived[bucket][position] or id(entry) in self._shared_entries():
+        if step.arrived[bucket][position] or id(entry) in self._shared:
             return
         taken = all_of_it and id(parameter) in self._whole and _lies_as(grad, entry.view)
         before = parameter.grad
@@ -304,7 +306,7 @@ class Scheduler:
         parameter.grad = None
         if taken:
             step.taken.add(id(entry))
-            self._arrive(step, bucket, position)
+            self._arrive(step, bucket, position, entry)
 
     def _has_come(self, step: _Step, entry: Entry) -> bool:
         """The gradient of an entry has reached `.grad`: whether it was taken before, when it was announced."""
@@ -330,12 +332,11 @@ class Scheduler:
             parameter.grad = known.before
         return known.taken
 
-    def _arrive(self, step: _Step, bucket: int, position: int) -> None:
+    def _arrive(self, step: _Step, bucket: int, position: int, entry: Entry) -> None:
         """A gradient is there, to be taken or taken already."""
         if step.on_gpu is not None:
             step.on_gpu.produced()
         if recording():
-            entry = self._buckets[bucket].entries[position]
             self.track.mark("gradient ready", time.perf_counter(), parameter=entry.name, bucket=bucket)
         step.arrived[bucket][position] = True
         step.waiting_for[bucket] -= 1
@@ -472,20 +473,18 @@ class Scheduler:
 
     def _is_shared(self, bucket: Bucket) -> bool:
         """Whether another wrapper that is in a backward, or expects one, may still read a gradient of the bucket."""
-        shared = self._shared_entries()
-        return bool(shared) and any(
+        return bool(self._shared) and any(
             user is not self and (user._expecting or user._step is not None)
             for entry in bucket.entries
-            if id(entry) in shared
+            if id(entry) in self._shared
             for user in self._sharers[id(entry.parameter)]
         )
 
-    def _shared_entries(self) -> set[int]:
-        """The ids of entries whose parameter some other wrapper has, too, or had: looked up anew when one was made."""
+    def _look_for_sharers(self) -> None:
+        """Looks anew where a wrapper was made since."""
         if self._shared_as_of != _made[0]:
             self._shared_as_of = _made[0]
             self._shared = {id(e) for e in self._entries if len(self._sharers[id(e.parameter)]) > 1}
-        return self._shared
 
     def _launch_rest(self) -> None:
         """At the end of backward: launch what has not been launched, with or without gradients."""
@@ -507,7 +506,6 @@ class Scheduler:
         """
         if step.on_gpu is not None:
             step.on_gpu.gather()
-        shared = self._shared_entries()
         views, grads = [], []
         for entry in self._buckets[index].entries:
             grad = entry.parameter.grad
@@ -517,7 +515,7 @@ class Scheduler:
                 entry.view.zero_()
                 continue
             grad = self._dense_grad(entry)
-            alone = id(entry) not in shared
+            alone = id(entry) not in self._shared
             if self._engine == "triton" and alone and self.hook is None and grad.numel() >= READ_IN_PLACE:
                 source = entry.in_place(grad)
                 if source is not None:
@@ -617,27 +615,33 @@ class Scheduler:
             # Nothing here depends on the flags, so the host does not wait for them.
             if step.on_gpu is not None and not step.on_gpu.captured:
                 self._flags_on_the_way.append(FlagsOnTheWay(self._gpu, self._buckets[-1]))
-            for entry in self._entries:
-                self._set_grad(entry)
+            self._set_grads(self._entries)
             return []
         late, empty = count(self._buckets[-1].flags)
         self._flags_clear = not any(late) and not any(empty)
-        for entry, ranks in zip(self._entries, empty, strict=True):
-            if ranks < self._communicator.world_size:
-                self._set_grad(entry)
+        if any(empty):
+            world = self._communicator.world_size
+            self._set_grads(e for e, ranks in zip(self._entries, empty, strict=True) if ranks < world)
+        else:
+            self._set_grads(self._entries)
         return self._late(late)
 
     def _late(self, flags: Sequence[int]) -> list[str]:
-        return [entry.name for entry, ranks in zip(self._entries, flags, strict=True) if ranks]
+        return (
+            [] if not any(flags) else [entry.name for entry, ranks in zip(self._entries, flags, strict=True) if ranks]
+        )
 
-    def _set_grad(self, entry: Entry) -> None:
-        parameter = entry.parameter
+    def _set_grads(self, entries: Iterable[Entry]) -> None:
         if self._grad_is_view:
-            parameter.grad = entry.view
-        elif entry.own is not None and parameter.grad is entry.own:
-            entry.own.copy_(entry.view)
-        else:  # what autograd put there may share its memory with another gradient
-            parameter.grad = entry.own = entry.view.clone()
+            for entry in entries:
+                entry.parameter.grad = entry.view
+            return
+        for entry in entries:
+            parameter = entry.parameter
+            if entry.own is not None and parameter.grad is entry.own:
+                entry.own.copy_(entry.view)
+            else:  # what autograd put there may share its memory with another gradient
+                parameter.grad = entry.own = entry.view.clone()
 
     def _describe(self, step: _Step) -> StepReport | None:
         if step.on_gpu is None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -79,3 +82,63 @@ def _rank_main(pipe: Connection, folder: str, rank: int, world: int, function: C
     # Keep the group's store and workspace until everybody is through.
     if outcome[0] == "returned" and dist.is_initialized():
         dist.destroy_process_group()
+
+
+class Ranks:
+    """Ranks that stay, and run one function after another, since starting them takes seconds.
+
+    After one in which a rank raised anything but an AssertionError they start anew.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._executor = ThreadPoolExecutor(1)
+        self._pipes: list[Connection] = []
+        self._running: Future[object] | None = None
+
+    def run(self, function: Callable[..., None], *args: Any, deadline: float = DEADLINE) -> None:
+        """function(rank, world, *args) on every rank. Raises AssertionError with what the ranks have to say."""
+        if self._running is None:
+            mine, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.world)), strict=True)
+            self._pipes = list(mine)
+            self._running = self._executor.submit(run_ranks, self.world, _serve, theirs, deadline=86400)
+        for pipe in self._pipes:
+            pipe.send((function, args, deadline))
+        end = time.monotonic() + deadline + 5  # a rank that is not through by its deadline ends itself
+        answers = []
+        for pipe in self._pipes:
+            if pipe.poll(max(0.0, end - time.monotonic())):
+                answers.append(pipe.recv())
+            else:
+                answers.append((False, f"died, or was not through after {deadline} s"))
+        if not all(reusable for reusable, _ in answers):
+            self._restart()
+        texts = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
+        assert not texts, "\n".join(texts)
+
+    def stop(self) -> None:
+        """Let the ranks end."""
+        running, self._running = self._running, None
+        if running is not None:
+            for pipe in self._pipes:
+                pipe.send(None)
+            running.result()
+
+    def _restart(self) -> None:
+        with suppress(RankError, OSError):  # what was wrong has been told
+            self.stop()
+
+
+def _serve(rank: int, world: int, pipes: tuple[Connection, ...]) -> None:
+    while (order := pipes[rank].recv()) is not None:
+        function, args, deadline = order
+        faulthandler.dump_traceback_later(deadline, exit=True)
+        try:
+            function(rank, world, *args)
+            answer = (True, "")
+        except AssertionError:
+            answer = (True, traceback.format_exc())
+        except BaseException:  # pytest.fail, for one
+            answer = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        pipes[rank].send(answer)
