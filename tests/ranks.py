@@ -8,9 +8,9 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -87,11 +87,12 @@ def _rank_main(pipe: Connection, folder: str, rank: int, world: int, function: C
 class Ranks:
     """Ranks that stay, and run one function after another, since starting them takes seconds.
 
-    After one in which a rank raised anything but an AssertionError they start anew.
+    After one in which a rank raised anything but an AssertionError they start anew. first(rank, world, *args) is run
+    when they start.
     """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
+    def __init__(self, world: int, first: Callable[..., None] | None = None, *args: Any) -> None:
+        self.world, self._first = world, (first, args)
         self._executor = ThreadPoolExecutor(1)
         self._pipes: list[Connection] = []
         self._running: Future[object] | None = None
@@ -101,7 +102,7 @@ class Ranks:
         if self._running is None:
             mine, theirs = zip(*(multiprocessing.Pipe() for _ in range(self.world)), strict=True)
             self._pipes = list(mine)
-            self._running = self._executor.submit(run_ranks, self.world, _serve, theirs, deadline=86400)
+            self._running = self._executor.submit(run_ranks, self.world, _serve, theirs, self._first, deadline=86400)
         for pipe in self._pipes:
             pipe.send((function, args, deadline))
         end = time.monotonic() + deadline + 5  # a rank that is not through by its deadline ends itself
@@ -129,7 +130,12 @@ class Ranks:
             self.stop()
 
 
-def _serve(rank: int, world: int, pipes: tuple[Connection, ...]) -> None:
+def _serve(
+    rank: int, world: int, pipes: tuple[Connection, ...], first: tuple[Callable[..., None] | None, tuple[Any, ...]]
+) -> None:
+    prepare, with_args = first
+    if prepare is not None:
+        prepare(rank, world, *with_args)
     while (order := pipes[rank].recv()) is not None:
         function, args, deadline = order
         faulthandler.dump_traceback_later(deadline, exit=True)
@@ -142,3 +148,12 @@ def _serve(rank: int, world: int, pipes: tuple[Connection, ...]) -> None:
             answer = (False, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         pipes[rank].send(answer)
+
+
+@contextmanager
+def staying_ranks(world: int, first: Callable[..., None] | None = None, *args: Any) -> Iterator[Ranks]:
+    ranks = Ranks(world, first, *args)
+    try:
+        yield ranks
+    finally:
+        ranks.stop()

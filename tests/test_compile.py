@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusedring import FusedRingDDP
 from fusedring.scheduler import Scheduler
-from tests.ranks import Ranks
+from tests.ranks import Ranks, staying_ranks
 
 ORDERS = ("outside", "inside", "layers")
 WIDTH = 16
@@ -35,16 +35,14 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inducto
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    group = Ranks(request.param)
-    yield group
-    group.stop()
+    with staying_ranks(request.param) as group:
+        yield group
 
 
 @pytest.fixture(scope="module")
 def two_ranks() -> Iterator[Ranks]:
-    group = Ranks(2)
-    yield group
-    group.stop()
+    with staying_ranks(2) as group:
+        yield group
 
 
 class Layer(nn.Module):

@@ -171,6 +171,34 @@ def test_the_order_of_calls_in_a_step_of_training():
     run_interpreted(2, check_a_step)
 
 
+def check_a_compiled_step(rank: int, world: int) -> None:
+    """A gradient that is announced is copied in the stream of its graph, which the launch waits for."""
+    want = train(FusedRingDDP(make_model(), algorithm="ring", bucket_cap_mb=0.01), rank, 4)
+    fusedring.close()
+    gpu = open_gpu()
+    module = make_model()
+    model = FusedRingDDP(module, algorithm="ring", bucket_cap_mb=0.01)
+    real = FusedRingDDP._on_announced
+
+    def announced(self: FusedRingDDP, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+        with gpu.on("side" if parameter is module[0].weight else "main"):
+            real(self, parameter, grad)
+
+    FusedRingDDP._on_announced = announced
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert all(map(torch.equal, train(compiled, rank, 4), want))
+    gpu.calls.clear()
+    train(compiled, rank, 1)
+    first, second = (at for at, call in enumerate(gpu.calls) if call[0] == "kernel")
+    assert ("order", "side", "comm") not in gpu.calls[:first]
+    assert ("order", "side", "comm") in gpu.calls[first:second]
+    assert {("after", "comm", "main"), ("after", "comm", "side")} <= set(gpu.calls[second:])
+
+
+def test_the_order_of_calls_in_a_compiled_step():
+    run_interpreted(2, check_a_compiled_step)
+
+
 def check_capture(rank: int, world: int) -> None:
     """The double fails if events are asked, memory is pinned or anything is waited for during a capture."""
     gpu = open_gpu()

@@ -20,13 +20,9 @@ from __future__ import annotations
 import copy
 import math
 import os
-import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 
 import pytest
 import torch
@@ -41,7 +37,7 @@ from fusedring import FusedRingDDP
 from fusedring.buckets import Entry
 from fusedring.communicator import communicator_of
 from fusedring.config import accumulate_dtype
-from tests.ranks import DEADLINE, RankError, run_ranks
+from tests.ranks import Ranks, staying_ranks
 
 CASES = os.environ.get("FUSEDRING_RANDOM_CASES")
 FEATURES = 5
@@ -325,76 +321,14 @@ def run_alone(rank: int, world: int, engine: str, case: Case) -> None:
     run_case(rank, world, engine, case)
 
 
-# Ranks that stay
-
-
-class Ranks:
-    """Ranks that are sent cases. After a case in which one raised anything but an AssertionError they start anew.
-
-    fault: the name of one that is planted in them.
-    """
-
-    def __init__(self, world: int, engine: str, fault: str | None) -> None:
-        self.world, self.engine, self._fault = world, engine, fault
-        self._executor = ThreadPoolExecutor(1)
-        self._pipes: list[Connection] = []
-        self._running: Future[object] | None = None
-
-    def run(self, case: Case) -> None:
-        """Raises AssertionError with what the ranks have to say."""
-        if self._running is None:
-            mine, theirs = zip(*(Pipe() for _ in range(self.world)), strict=True)
-            self._pipes = list(mine)
-            args = (theirs, self.engine, self._fault)
-            self._running = self._executor.submit(run_ranks, self.world, serve, *args, deadline=86400)
-        for pipe in self._pipes:
-            pipe.send(case)
-        answers = []
-        for pipe in self._pipes:
-            if not pipe.poll(DEADLINE):
-                self.stop()
-                raise RankError(f"a rank did not answer within {DEADLINE} s")
-            answers.append(pipe.recv())
-        if not all(reusable for reusable, _ in answers):
-            self.stop()
-        texts = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
-        assert not texts, "\n".join(texts)
-
-    def stop(self) -> None:
-        """Let the ranks end."""
-        running, self._running = self._running, None
-        if running is not None:
-            for pipe in self._pipes:
-                pipe.send(None)
-            running.result()
-
-
-@contextmanager
-def ranks_of(world: int, engine: str, fault: str | None = None) -> Iterator[Ranks]:
-    ranks = Ranks(world, engine, fault)
-    try:
-        yield ranks
-    finally:
-        ranks.stop()
-
-
-def serve(rank: int, world: int, pipes: tuple[Connection, ...], engine: str, fault: str | None) -> None:
-    """On a rank: run the cases that come; answer whether another may follow, and what was wrong."""
+def start(rank: int, world: int, engine: str, fault: str | None) -> None:
+    """On a new rank. fault: the name of one that is planted."""
     take_engine(engine)
     if fault is not None:
         FAULTS[fault]()
-    while (case := pipes[rank].recv()) is not None:
-        try:
-            run_case(rank, world, engine, case)
-            answer = (True, "")
-        except AssertionError as error:
-            answer = (True, str(error))
-        except Exception:
-            answer = (False, traceback.format_exc())
-        pipes[rank].send(answer)
 
 
-def compare(ranks: Ranks, examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
+def compare(ranks: Ranks, engine: str, examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
     @settings(
         max_examples=int(CASES or examples),
         phases=phases,
@@ -402,9 +336,9 @@ def compare(ranks: Ranks, examples: int, phases: tuple[Phase, ...] = tuple(Phase
         database=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(cases(ranks.world, WIDTHS if ranks.engine == "host" else READ_IN_PLACE))
+    @given(cases(ranks.world, WIDTHS if engine == "host" else READ_IN_PLACE))
     def averages_are_the_mean(case: Case) -> None:
-        ranks.run(case)
+        ranks.run(run_case, engine, case)
 
     averages_are_the_mean()
 
@@ -414,8 +348,8 @@ def compare(ranks: Ranks, examples: int, phases: tuple[Phase, ...] = tuple(Phase
     [("host", 2, 40), ("host", 3, 40), ("triton", 2, 12), ("triton", 3, 6), ("gpu", 2, 12), ("gpu", 3, 6)],
 )
 def test_random_models(engine, world, examples):
-    with ranks_of(world, engine) as ranks:
-        compare(ranks, examples)
+    with staying_ranks(world, start, engine, None) as ranks:
+        compare(ranks, engine, examples)
 
 
 # Planted faults
@@ -466,5 +400,8 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 @pytest.mark.parametrize(("fault", "engine"), [(f, "host" if "in_place" not in f else "gpu") for f in FAULTS])
 def test_a_planted_fault_is_found(fault, engine):
-    with ranks_of(2, engine, fault) as ranks, pytest.raises(AssertionError, match=r"instead of|but local ones are"):
-        compare(ranks, 40, (Phase.generate,))
+    with (
+        staying_ranks(2, start, engine, fault) as ranks,
+        pytest.raises(AssertionError, match=r"instead of|but local ones are"),
+    ):
+        compare(ranks, engine, 40, (Phase.generate,))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
+from fusedring.bench.device.compiled import compiled
 from fusedring.bench.device.machine import UNMEASURED, device_of
 from fusedring.bench.device.timing import new_stream
 from fusedring.bench.device.trainer import Trainer, reproducible, same
@@ -36,8 +35,7 @@ def training(sheet: Sheet) -> None:
             _mixed_precision(sheet, trainer)
         with sheet.attempt("whole step in a CUDA graph"):
             _graph(sheet, trainer)
-        with sheet.attempt("torch.compile(FusedRingDDP(model))"):
-            _compiled(sheet, trainer)
+        compiled(sheet, trainer)
     close()
 
 
@@ -191,40 +189,3 @@ def _graph(sheet: Sheet, trainer: Trainer) -> None:
         f"losses differ by up to {far:.3g}: {found[-1]:.6f} instead of {want[-1]:.6f} at the end",
         far=far,
     )
-
-
-def _compiled(sheet: Sheet, trainer: Trainer) -> None:
-    """The compiled wrapper against the compiled model: compilation alone may change bits."""
-    backend = "aot_eager" if sheet.dry else "inductor"  # Inductor takes minutes on a busy CPU
-    trainer = replace(trainer, config=replace(trainer.config, layers=1))
-    if sheet.seconds_left < (0 if sheet.dry else 25):
-        raise NotRunError("no time for the compiler")
-
-    def gradients(model: nn.Module) -> list[torch.Tensor]:
-        torch._dynamo.reset()
-        compiled: Any = torch.compile(model, backend=backend)
-        trainer.gradients(compiled)
-        return trainer.gradients(compiled, step=1)
-
-    try:
-        plain = gradients(trainer.model())
-    except Exception as error:
-        raise NotRunError(f"torch.compile of the model alone: {type(error).__name__}: {str(error)[:120]}") from error
-    reproduces = same(plain, gradients(trainer.model()))
-    found = gradients(trainer.wrap(trainer.model()))
-    what = f"gradients of torch.compile(FusedRingDDP(model)), {backend}"
-    if same(found, plain):
-        sheet.expect(True, what, "equal to the bit to those of the compiled model")
-        return
-    # The wrapper may split the graph elsewhere, so that Inductor fuses otherwise. A gradient element is a sum over all
-    # tokens of the batch, each rounded a few times: T terms give at most T roundings of a sum of magnitudes, of which
-    # the largest gradient of the tensor, times the square root of T, is taken as the size.
-    terms = trainer.batch_size * trainer.config.context
-    unit = torch.finfo(torch.float32).eps
-    far = float(  # by torch's max, which gives NaN if there is one
-        torch.stack(
-            [(a - b).abs().max() / (b.abs().max() * unit * terms**1.5) for a, b in zip(found, plain, strict=True)]
-        ).max()
-    )
-    value = f"{far:.3g} of what other roundings explain" + ("" if reproduces else "; the model alone varies, too")
-    sheet.expect(far <= 1, what, value, "further from those of the compiled model than rounding explains", far=far)

@@ -1,0 +1,95 @@
+"""Where in backward launches begin under torch.compile, and what it compiled: for each order of wrapping, in turn."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fusedring.ddp import FusedRingDDP
+
+ORDERS = ("eager", "outside", "inside", "layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """How an order of compiling and wrapping went: `outside` compiles the wrapper, `inside` what it wraps.
+
+    first, last: the part of backward after which the first and the last launch began, medians of steps. graphs: how
+    many were compiled in all steps; breaks: of graphs; recompiled: how often a frame was compiled again.
+    """
+
+    order: str
+    first: float
+    last: float
+    graphs: int
+    breaks: int
+    recompiled: int
+
+
+class Layer(nn.Module):
+    """A linear map and a nonlinearity, as a module of its own, so that it can be compiled by itself."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """relu(linear(x)), (batch, width)."""
+        hidden: torch.Tensor = self.linear(x)
+        return hidden.relu()
+
+
+def compare(backend: str, *, width: int = 1024, layers: int = 8, batch: int = 512, steps: int = 20) -> list[Compiled]:
+    """All orders, on all ranks (collective). Every second step begins with a micro-batch under no_sync."""
+    torch._dynamo.reset()
+    made = [(order, *_make(order, backend, width, layers)) for order in ORDERS]
+    x = torch.randn(batch, width, requires_grad=True)
+    begun: dict[str, list[tuple[float, float]]] = {order: [] for order in ORDERS}
+    counted: dict[str, tuple[int, ...]] = dict.fromkeys(ORDERS, (0, 0, 0))
+    for step in range(steps):
+        for order, wrapper, model in made:
+            before = _counts()
+            wrapper.zero_grad()
+            for synced in (False, True)[(step + 1) % 2 :]:
+                if dist.is_initialized():
+                    dist.barrier()
+                with nullcontext() if synced else wrapper.no_sync():
+                    model(x).square().mean().backward()
+            now = _counts()
+            counted[order] = tuple(c + n - b for c, n, b in zip(counted[order], now, before, strict=True))
+            report = wrapper.report()
+            assert report is not None
+            length = report.backward_end - report.backward_start
+            starts = [(launch.start - report.backward_start) / length for launch in report.launches]
+            if step >= steps // 4:  # before, graphs are compiled, and the order of gradients is learnt
+                begun[order].append((starts[0], starts[-1]))
+    results = []
+    for order in ORDERS:
+        first, last = map(statistics.median, zip(*begun[order], strict=True))
+        results.append(Compiled(order, first, last, *counted[order]))
+    return results
+
+
+def _make(order: str, backend: str, width: int, layers: int) -> tuple[FusedRingDDP, Callable[..., Any]]:
+    compile_it: Callable[..., Any] = functools.partial(torch.compile, backend=backend, fullgraph=True)
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Layer(width) for _ in range(layers)))
+    if order == "layers":
+        for layer in module:
+            layer.compile(backend=backend, fullgraph=True)
+    wrapper = FusedRingDDP(compile_it(module) if order == "inside" else module, bucket_cap_mb=width * width / (1 << 18))
+    return wrapper, compile_it(wrapper) if order == "outside" else wrapper
+
+
+def _counts() -> tuple[int, int, int]:
+    counters = torch._dynamo.utils.counters
+    again = (times - 1 for times in torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), sum(again)
