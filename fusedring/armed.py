@@ -46,7 +46,7 @@ def _property_for(name: str) -> property:
             return _other_attribute(self, name)
         if torch.compiler.is_compiling() and torch.is_grad_enabled() and parameter.requires_grad:
             own_tag = self._fusedring_tags.get(name)
-            if own_tag is not None and not torch.compiler.is_exporting():
+            if own_tag is not None and not _is_exporting():
                 return announce(parameter, own_tag)
         return parameter
 
@@ -67,6 +67,13 @@ def _other_attribute(module: Any, name: str) -> Any:
         return module.__dict__[name]
     raise AttributeError(name)  # nn.Module looks among buffers and modules
 
+
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
+
+
+# Asked while something is traced: torch 2.11 takes torch.compiler.is_exporting() for true there.
+_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _classes: dict[tuple[type, tuple[str, ...]], type] = {}
 _properties: set[property] = set()
