@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import hashlib
-import json
 import operator
 import time
 import warnings
@@ -22,21 +20,21 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.distributed import _BufferCommHookLocation
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from fusedring import compiled
 from fusedring.armed import arm
 from fusedring.buckets import bind, lay_out
-from fusedring.communicator import Communicator, communicator_of
-from fusedring.config import RingConfig, WireDtype, check_engine
+from fusedring.communicator import communicator_of
+from fusedring.config import RingConfig, WireDtype
 from fusedring.contract import BROADCAST_BYTES, TorchContract, caps_in_bytes, group_of
-from fusedring.errors import FusedRingError, MismatchError
+from fusedring.errors import FusedRingError
 from fusedring.log import logger, my_rank
 from fusedring.report import StepReport
 from fusedring.scheduler import Backward, Scheduler
 from fusedring.tracing import FORWARD, recording
+from fusedring.wrapping import check_agreement, check_module, gpu_of, in_words
 
 
 class FusedRingDDP(TorchContract):
@@ -140,11 +138,11 @@ class FusedRingDDP(TorchContract):
         self.require_forward_param_sync = True
         self._divide_by_initial_world_size = True
         self._is_shadow = False
-        self._check_module()
+        check_module(module, list(self._named_parameters()), engine=self.config.engine, name=type(self).__name__)
         self.device = next(p for _, p in self._named_parameters()).device
         self.device_type = self.device.type
         self.is_multi_device_module = False
-        self.device_ids = self._check_device_ids(device_ids, output_device)
+        self.device_ids = gpu_of(self.device, device_ids, output_device)
         self.output_device = self.device.index if self.device_ids else None
         self.broadcast_bucket_size = BROADCAST_BYTES
         self.use_side_stream_for_tensor_copies = True
@@ -195,59 +193,6 @@ class FusedRingDDP(TorchContract):
         return self._scheduler.report if self._scheduler is not None else None
 
     # Opening
-
-    def _check_module(self) -> None:
-        """What torch's class checks, with its exception types."""
-        name = type(self).__name__
-        named = list(self._named_parameters())
-        if any(is_lazy(parameter) for _, parameter in named):
-            raise RuntimeError(
-                f"Modules with uninitialized parameters can't be used with `{name}`. "
-                "Run a dummy forward pass to correctly initialize the modules"
-            )
-        if not any(parameter.requires_grad for _, parameter in named):
-            raise RuntimeError(
-                f"{name} is not needed when a module doesn't have any parameters that require a gradient."
-            )
-        first_name, first = named[0]
-        for parameter_name, parameter in named:
-            if parameter.device != first.device:
-                raise ValueError(
-                    f"all parameters must be on one device, but {first_name} is on {first.device} and {parameter_name} "
-                    f"on {parameter.device}: wrap the parts on their own, or move the module with .to({first.device})"
-                )
-        for parameter_name, parameter in named:
-            try:
-                check_engine(self.config.engine, parameter.device)
-            except ValueError as error:
-                raise ValueError(f"parameter {parameter_name}: {error}") from None
-        for module_name, module in self.module.named_modules():
-            if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                raise ValueError(
-                    f"parameter {f'{module_name}.weight'.lstrip('.')} has sparse gradients, which cannot be reduced: "
-                    "make the embedding with sparse=False"
-                )
-
-    def _check_device_ids(
-        self, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
-    ) -> list[int] | None:
-        """The module's GPU, if it was named."""
-        named = [*(device_ids or ()), *(() if output_device is None else (output_device,))]
-        if self.device.type == "cpu" and named:
-            raise ValueError(
-                "device_ids and output_device must be None for a module in host memory, which the host engine reduces, "
-                f"got {device_ids} and {output_device}: move the module to its GPU first, or leave them out"
-            )
-        if device_ids is not None and len(device_ids) > 1:
-            raise ValueError(f"device_ids must name one GPU, one process for each, got {list(device_ids)}")
-        for given in named:
-            index = given if isinstance(given, int) else torch.device(given).index
-            if index != self.device.index:
-                raise ValueError(
-                    f"the module is on {self.device}, but device_ids={device_ids} and output_device={output_device} "
-                    "were given: call module.to() with the device that you name here"
-                )
-        return [self.device.index] if device_ids else None
 
     def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the inputs of a forward to the module's GPU, as torch's class does."""
@@ -333,7 +278,14 @@ class FusedRingDDP(TorchContract):
         layouts = lay_out(trainable, self.bucket_caps, self._order)
         self._members = [layout.members for layout in layouts]
         communicator = communicator_of(self.process_group, timeout=self.config.timeout)
-        self._check_agreement(communicator, init_sync)
+        mine = [in_words("parameter", name, p) for name, p in self._named_parameters()]
+        mine += [in_words("buffer", name, b) for name, b in self._named_buffers()]
+        mine.append(
+            f"{self.config}, bucket caps {list(self.bucket_caps)} bytes, "
+            f"find_unused_parameters={self.find_unused_parameters}, "
+            f"forward_sync_buffers={self.forward_sync_buffers}, init_sync={init_sync}"
+        )
+        check_agreement(communicator, mine, timeout=self.config.timeout, name=type(self).__name__)
         offsets, end = [], 0
         for layout in layouts:
             offsets.append(end)
@@ -376,30 +328,6 @@ class FusedRingDDP(TorchContract):
         self._order = order
         logger.info("gradients come in another order than parameters were registered: making buckets anew")
         return self._open(init_sync=False)
-
-    def _check_agreement(self, communicator: Communicator, init_sync: bool) -> None:
-        """Raises MismatchError, with the same text everywhere, where ranks wrapped different things."""
-        mine = [_in_words("parameter", name, p) for name, p in self._named_parameters()]
-        mine += [_in_words("buffer", name, b) for name, b in self._named_buffers()]
-        mine.append(
-            f"{self.config}, bucket caps {list(self.bucket_caps)} bytes, "
-            f"find_unused_parameters={self.find_unused_parameters}, "
-            f"forward_sync_buffers={self.forward_sync_buffers}, init_sync={init_sync}"
-        )
-        digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
-        exchange = functools.partial(
-            communicator.exchange, timeout=self.config.timeout, purpose=f"wrap a module in {type(self).__name__}"
-        )
-        if len(set(exchange(digest))) == 1:
-            return
-        everyone: list[list[str]] = exchange(mine)
-        for at in range(max(map(len, everyone))):
-            entries = [entries[at] if at < len(entries) else "nothing more" for entries in everyone]
-            if any(entry != entries[0] for entry in entries):
-                sides = "; ".join(f"rank {rank}: {entry}" for rank, entry in enumerate(entries))
-                raise MismatchError(
-                    f"the ranks wrapped different modules or options ({sides}). Build the same model on every rank"
-                )
 
     def _scheduler_or_open(self) -> Scheduler:
         if self._scheduler is None or self._scheduler.closed:
@@ -516,7 +444,7 @@ class FusedRingDDP(TorchContract):
             return  # `_on_gradient` deals with it
         scheduler, backward = self._enter_backward()
         scheduler.begin(backward)
-        scheduler.announced(*self._places[index], grad, all_of_it=self._forwards == 1)
+        scheduler.announced(*self._places[index], grad, probably_all=self._forwards == 1)
 
     def _refuse_traced_backward(self, parameter: nn.Parameter) -> None:
         if self._synced and id(parameter) in self._index_of:
@@ -724,9 +652,3 @@ def _lead_to_any(tensors: list[torch.Tensor], variables: Container[int]) -> bool
         seen |= following
         stack += following
     return False
-
-
-def _in_words(what: str, name: str, tensor: torch.Tensor) -> str:
-    kind = str(tensor.dtype).removeprefix("torch.")
-    frozen = " (requires_grad=False)" if what == "parameter" and not tensor.requires_grad else ""
-    return f"{what} {name} {kind} {list(tensor.shape)}{frozen}"

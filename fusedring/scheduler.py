@@ -33,6 +33,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fusedring.announcements import Announcements, twice
 from fusedring.buckets import Bucket, Entry, count
 from fusedring.communicator import Communicator
 from fusedring.compiled import undisturbed
@@ -95,22 +96,6 @@ class _Step:
     works: list[Work] = field(default_factory=list)
     flags_work: Work | None = None
     taken: set[int] = field(default_factory=set)
-    announced: dict[int, _Announced] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Announced:
-    """A gradient that a compiled backward has computed; autograd accumulates it into `.grad` at the end of its graph.
-
-    memory, version: of the tensor. parts: how many were announced. before: the `.grad` to which it is to be added.
-    taken: whether it is in its bucket already, added to that.
-    """
-
-    memory: int
-    version: int
-    before: torch.Tensor | None
-    taken: bool
-    parts: int = 1
 
 
 class Scheduler:
@@ -167,8 +152,7 @@ class Scheduler:
         self._sharers = {id(e.parameter): _users.setdefault(e.parameter, WeakSet()) for e in self._entries}
         for users in self._sharers.values():
             users.add(self)
-        self._whole: set[int] = set(after._whole) if after is not None else set()
-        """The ids of parameters whose gradient was what had been announced, in the last backward."""
+        self._announcements: Announcements = Announcements(after._announcements if after is not None else None)
         self.hook: CommHook | None = after.hook if after is not None else None
         self.divisor: int | None = None
         """Instead of the world size, where only some ranks still train."""
@@ -261,10 +245,10 @@ class Scheduler:
         """
         assert self._step is not None
         step, entry = self._step, self._buckets[bucket].entries[position]
-        if step.announced and self._has_come(step, entry):
+        if self._announcements and self._announcements.settle(entry):
             return
         if step.arrived[bucket][position]:
-            raise _twice(entry)
+            raise twice(entry)
         if self._shared and id(entry) in self._shared:
             entry.view.copy_(self._dense_grad(entry))  # now: it may lie in a bucket that is reduced before this one
             step.taken.add(id(entry))
@@ -272,65 +256,18 @@ class Scheduler:
             self._coming[entry.name] = None
         self._arrive(step, bucket, position, entry)
 
-    def announced(self, bucket: int, position: int, grad: torch.Tensor, *, all_of_it: bool) -> None:
-        """In a step, `grad` is computed for an entry, and is accumulated into its `.grad` later in this backward.
-
-        all_of_it: whether that is likely. Then it is taken now, if in the last backward it was all of the gradient.
-        `ready` sees whether it is so again. Until then the parameter's `.grad` is set aside, so that nothing else is in
-        what autograd puts there.
-        """
+    def announced(self, bucket: int, position: int, grad: torch.Tensor, *, probably_all: bool) -> None:
+        """In a step, a compiled backward has computed `grad` for an entry: see `Announcements.announce`."""
         assert self._step is not None
         step, entry = self._step, self._buckets[bucket].entries[position]
-        parameter = entry.parameter
         if step.count == 0:
             self._coming.pop(entry.name, None)
             self._coming[entry.name] = None
-        known = step.announced.get(id(entry))
-        if known is not None:
-            if known.taken:
-                raise _twice(entry)
-            known.parts += 1
-            return
-        if step.arrived[bucket][position] or id(entry) in self._shared:
-            return
-        taken = all_of_it and id(parameter) in self._whole and _lies_as(grad, entry.view)
-        before = parameter.grad
-        if taken:
-            if before is entry.view:
-                entry.view.add_(grad)
-            elif before is None:
-                entry.view.copy_(grad)
-            else:
-                torch.add(self._dense_grad(entry), grad, out=entry.view)
-        step.announced[id(entry)] = _Announced(grad.data_ptr(), grad._version, before, taken)
-        parameter.grad = None
-        if taken:
+        if id(entry) in self._shared or (step.arrived[bucket][position] and entry not in self._announcements):
+            return  # `ready` deals with it
+        if self._announcements.announce(entry, grad, probably_all=probably_all):
             step.taken.add(id(entry))
             self._arrive(step, bucket, position, entry)
-
-    def _has_come(self, step: _Step, entry: Entry) -> bool:
-        """The gradient of an entry has reached `.grad`: whether it was taken before, when it was announced."""
-        known = step.announced.pop(id(entry), None)
-        if known is None:
-            return False
-        parameter, grad = entry.parameter, entry.parameter.grad
-        whole = (
-            grad is not None
-            and known.parts == 1
-            and (grad.data_ptr(), grad._version) == (known.memory, known.version)
-            and grad.layout == torch.strided
-        )
-        (self._whole.add if whole else self._whole.discard)(id(parameter))
-        if known.taken and not whole:
-            raise RuntimeError(
-                f"the gradient of parameter {entry.name} is more than a compiled backward had computed when it was "
-                "sent: the parameter was used outside of the compiled part, too, which it was not in the step before"
-            )
-        if known.before is not None:
-            if not known.taken and grad is not None:
-                known.before.add_(grad)
-            parameter.grad = known.before
-        return known.taken
 
     def _arrive(self, step: _Step, bucket: int, position: int, entry: Entry) -> None:
         """A gradient is there, to be taken or taken already."""
@@ -352,8 +289,7 @@ class Scheduler:
         """
         assert self._step is not None
         step = self._step
-        for entry in self._entries if step.announced else ():
-            self._has_come(step, entry)  # it has not, though autograd is through
+        self._announcements.settle_all(self._entries)
         for _, scheduler in self._in_turn(step):
             scheduler._launch_rest()
         for mate in self._group_mates:
@@ -407,10 +343,7 @@ class Scheduler:
         A `.grad` that was set aside comes back.
         """
         if self._step is not None:
-            for entry in self._entries:
-                known = self._step.announced.pop(id(entry), None)
-                if known is not None and entry.parameter.grad is None:
-                    entry.parameter.grad = known.before
+            self._announcements.withdraw(self._entries)
             self._communicator.settle()
             if self._step.on_gpu is not None:
                 self._step.on_gpu.join(self._step.works)
@@ -431,6 +364,7 @@ class Scheduler:
         """
         self._communicator.settle()
         self._step, self._expecting = None, False
+        self._announcements.forget()
         if step.on_gpu is not None:
             step.on_gpu.release(step.works)
         for work in step.works:
@@ -676,20 +610,6 @@ class Scheduler:
                 self._communicator.trace_launch(launch, told.start, told.end)
         self.track.span(BACKWARD, step.started, ended, step=step.count)
         self.track.span(WAIT, ended, over, step=step.count)
-
-
-def _lies_as(grad: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether autograd makes `grad` the `.grad` of a parameter with the strides of `view`, instead of copying it."""
-    strides = zip(grad.shape, grad.stride(), view.stride(), strict=True)
-    return grad.dtype == view.dtype and all(size == 1 or a == b for size, a, b in strides)
-
-
-def _twice(entry: Entry) -> RuntimeError:
-    return RuntimeError(
-        f"the gradient of parameter {entry.name} became ready twice in one backward, and the first may have been sent "
-        "already. Use checkpoint(..., use_reentrant=False), or no_sync() around all but the last of several backward "
-        "passes"
-    )
 
 
 _schedulers: WeakKeyDictionary[Communicator, WeakSet[Scheduler]] = WeakKeyDictionary()
