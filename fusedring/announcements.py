@@ -8,7 +8,7 @@ since. For that, what was in `.grad` before is set aside meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,9 +18,9 @@ from fusedring.buckets import Entry
 
 @dataclass(slots=True)
 class _Announced:
-    """memory, version: of the announced tensor. parts: how many were announced. before: the `.grad` set aside.
+    """memory, version: data_ptr() and version of the announced tensor. parts: how many were announced.
 
-    taken: whether the sum of `before` and the gradient is in the bucket.
+    before: the `.grad` that was set aside. taken: whether the sum of it and the gradient is in the bucket.
     """
 
     memory: int
@@ -29,6 +29,11 @@ class _Announced:
     taken: bool
     parts: int = 1
 
+    def put_back(self, parameter: torch.Tensor) -> None:
+        """What was set aside becomes `.grad` again, if nothing has been accumulated."""
+        if parameter.grad is None:
+            parameter.grad = self.before
+
 
 class Announcements:
     """Of the entries of one scheduler. True while some are announced that have not been accumulated.
@@ -36,10 +41,13 @@ class Announcements:
     after: those of the scheduler before, whose parameters these may be, too.
     """
 
-    def __init__(self, after: Announcements | None = None) -> None:
-        self._whole: set[int] = set(after._whole) if after is not None else set()
-        """The ids of parameters whose gradient was what had been announced, in their last backward."""
+    def __init__(self, entries: Sequence[Entry], after: Announcements | None) -> None:
+        self._entries = entries
+        self._whole: set[int] = {id(e.parameter) for e in entries} & (after._whole if after is not None else set())
+        """The ids of parameters whose gradient was all that had been announced, when last one was announced."""
         self._open: dict[int, _Announced] = {}
+        self.partial: set[int] = set()
+        """The ids of entries that were taken in this step, though it was not all of their gradient."""
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -50,8 +58,8 @@ class Announcements:
     def announce(self, entry: Entry, grad: torch.Tensor, *, probably_all: bool) -> bool:
         """`grad` is on its way to the entry's `.grad`. Returns whether it was taken into the bucket.
 
-        probably_all: whether one forward has led to this backward. Raises RuntimeError for one more gradient of an
-        entry whose first was taken.
+        grad: with the shape of the parameter. probably_all: whether no other graph has used the parameter since the
+        last backward. Raises RuntimeError for one more gradient of an entry whose first was taken.
         """
         known = self._open.get(id(entry))
         if known is not None:
@@ -74,10 +82,7 @@ class Announcements:
         return taken
 
     def settle(self, entry: Entry) -> bool:
-        """A gradient has been accumulated. Returns whether it had been taken when it was announced.
-
-        Raises RuntimeError if that was not all of it.
-        """
+        """A gradient has been accumulated. Returns whether it had been taken when it was announced."""
         known = self._open.pop(id(entry), None)
         if known is None:
             return False
@@ -90,32 +95,34 @@ class Announcements:
         )
         (self._whole.add if whole else self._whole.discard)(id(parameter))
         if known.taken and not whole:
-            raise RuntimeError(
-                f"the gradient of parameter {entry.name} is more than a compiled backward had computed when it was "
-                "sent: the parameter was used outside of the compiled part, too, which it was not in the step before"
-            )
+            self.partial.add(id(entry))
         if known.before is not None:
             if not known.taken and grad is not None:
                 known.before.add_(grad)
             parameter.grad = known.before
         return known.taken
 
-    def settle_all(self, entries: Iterable[Entry]) -> None:
+    def settle_all(self) -> None:
         """Autograd is through: what it has not accumulated by now, it will not."""
-        if self._open:
-            for entry in entries:
-                self.settle(entry)
+        for entry in self._entries if self._open else ():
+            self.settle(entry)
 
-    def withdraw(self, entries: Iterable[Entry]) -> None:
+    def withdraw(self) -> None:
         """The backward has failed: nothing more comes, and what was set aside is put back."""
-        for entry in entries if self._open else ():
+        for entry in self._entries if self._open else ():
             known = self._open.pop(id(entry), None)
-            if known is not None and entry.parameter.grad is None:
-                entry.parameter.grad = known.before
+            if known is not None:
+                known.put_back(entry.parameter)
+        self.partial.clear()
 
-    def forget(self) -> None:
-        """The step is over, well or not."""
-        self._open.clear()
+
+def more_than_announced(names: Sequence[str]) -> RuntimeError:
+    """What is wrong where entries were partial on some rank."""
+    return RuntimeError(
+        f"the gradient of parameter {', '.join(names)} is not what a compiled backward had computed when it was sent: "
+        "on some rank the parameter was used outside of the compiled part, too, which it was not in the step before. "
+        "The gradients of this step are wrong on all ranks; those of the next will be right"
+    )
 
 
 def twice(entry: Entry) -> RuntimeError:

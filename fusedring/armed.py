@@ -14,6 +14,7 @@ import operator
 import types
 from collections.abc import Iterable, MutableMapping
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -26,17 +27,20 @@ from fusedring.log import logger
 class _Armed:
     """What the classes of armed modules have in common, beside a property for each parameter."""
 
-    _fusedring_class: type
-    _fusedring_tags: dict[str, torch.Tensor]
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Not that of the module's class, which would register an armed class beside it, or more."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies are of the class that the module had, and untagged."""
         function, arguments, state, *rest = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
         if isinstance(state, dict):
             state = {key: value for key, value in state.items() if key != "_fusedring_tags"}
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle wants the class of self there
-            function, arguments = operator.call, (function, self._fusedring_class, *arguments[1:])
-        return function, arguments, state, *rest
+        own: Any = type(self)
+        if "_fusedring_class" in own.__dict__:
+            if function is copyreg.__newobj__:  # type: ignore[attr-defined]  # pickle wants the class of self there
+                function, arguments = operator.call, (function, *arguments)
+            function, *arguments = (own._fusedring_class if part is own else part for part in (function, *arguments))
+        return function, tuple(arguments), state, *rest
 
 
 def _property_for(name: str) -> property:
@@ -44,9 +48,10 @@ def _property_for(name: str) -> property:
         parameter = self._parameters.get(name)
         if parameter is None:
             return _other_attribute(self, name)
-        if torch.compiler.is_compiling() and torch.is_grad_enabled() and parameter.requires_grad:
+        tracing = torch.compiler.is_compiling() and torch.is_grad_enabled()
+        if tracing and type(parameter) is nn.Parameter and parameter.requires_grad:
             own_tag = self._fusedring_tags.get(name)
-            if own_tag is not None and not _is_exporting():
+            if own_tag is not None and not _enters_plainly():
                 return announce(parameter, own_tag)
         return parameter
 
@@ -68,23 +73,24 @@ def _other_attribute(module: Any, name: str) -> Any:
     raise AttributeError(name)  # nn.Module looks among buffers and modules
 
 
-def _is_exporting() -> bool:
-    return torch.compiler.is_exporting()
+def _enters_plainly() -> bool:
+    """Whether parameters stay as they are in what is traced: a program to be exported, or a transformed function."""
+    return torch.compiler.is_exporting() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-# Asked while something is traced: torch 2.11 takes torch.compiler.is_exporting() for true there.
-_is_exporting._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# Asked while something is traced: there, torch 2.11 takes torch.compiler.is_exporting() for true.
+_enters_plainly._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
-_classes: dict[tuple[type, tuple[str, ...]], type] = {}
-_properties: set[property] = set()
+_classes: WeakValueDictionary[tuple[int, tuple[str, ...]], Any] = WeakValueDictionary()
 _tags: MutableMapping[nn.Parameter, torch.Tensor] = WeakIdKeyDictionary()
 
 
-def arm(modules: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> None:
-    """Have graphs that are compiled from now on announce gradients of the `trained` parameters.
+def arm(modules: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Have graphs that are compiled from now on announce gradients of the `trained` parameters. Returns their tags.
 
     A module whose class cannot have a subclass stays as it is: its gradients are noticed when their graph is through.
     """
+    trained = list(trained)
     ids = {id(parameter) for parameter in trained}
     for module in modules:
         tags = {
@@ -95,14 +101,19 @@ def arm(modules: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> None:
         if not tags or isinstance(module, torch.jit.ScriptModule):
             continue
         own: Any = type(module)
-        if not all(getattr(own, name, None) in _properties for name in tags):
+        if own.__getattr__ is not nn.Module.__getattr__ or own.__getattribute__ is not object.__getattribute__:
+            continue  # its attributes are not what it holds
+        known: frozenset[str] = getattr(own, "_fusedring_names", frozenset())
+        tags = {name: tag for name, tag in tags.items() if name in known or not hasattr(own, name)}
+        if not tags.keys() <= known:
             base = own._fusedring_class if "_fusedring_class" in own.__dict__ else own
             try:
                 module.__class__ = _armed_class(base, tuple(tags))
-            except TypeError as error:
+            except Exception as error:  # from metaclasses, too
                 logger.info("%s cannot announce gradients from compiled graphs: %s", base.__name__, error)
                 continue
-        module.__dict__["_fusedring_tags"] = tags
+        module.__dict__["_fusedring_tags"] = {**module.__dict__.get("_fusedring_tags", {}), **tags}
+    return [_tags[parameter] for parameter in trained if parameter in _tags]
 
 
 def _tag_of(parameter: nn.Parameter) -> torch.Tensor:
@@ -112,17 +123,18 @@ def _tag_of(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _armed_class(base: type, names: tuple[str, ...]) -> type:
-    if (base, names) not in _classes:
-        properties = {name: _property_for(name) for name in names}
-        contents = {
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "_fusedring_class": base,
-            "_fusedring_tags": {},
-            **properties,
-        }
-        _classes[base, names] = types.new_class(
-            base.__name__, (_Armed, base), exec_body=lambda body: body.update(contents)
-        )
-        _properties.update(properties.values())
-    return _classes[base, names]
+    known = _classes.get((id(base), names))
+    if known is not None:  # then the base lives, too
+        return cast(type, known)
+    contents = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "_fusedring_class": base,
+        "_fusedring_names": frozenset(names) | getattr(base, "_fusedring_names", frozenset()),
+        "_fusedring_tags": {},
+        **{name: _property_for(name) for name in names},
+    }
+    bases = (base,) if issubclass(base, _Armed) else (_Armed, base)
+    made = types.new_class(base.__name__, bases, exec_body=lambda body: body.update(contents))
+    _classes[id(base), names] = made
+    return made

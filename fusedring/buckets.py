@@ -4,9 +4,9 @@ Parameters are packed in the order in which backward produces their gradients, s
 reverse order of registration, which is about that order, then in the order that was seen. A gradient starts at a
 multiple of 16 elements; the padding stays zero.
 
-Behind the entries of the last bucket lie the *flags*, two for every entry of all buckets, in the order of buckets and
-entries. A rank sets them for what it has no gradient of, and averaging counts the ranks that did. They travel there
-because the last bucket is launched last, when each rank knows what it has.
+Behind the entries of the last bucket lie the *flags*, three for every entry of all buckets, in the order of buckets and
+entries. A rank sets them for what it has no gradient of, or sent too early, and averaging counts the ranks that did.
+They travel there because the last bucket is launched last, when each rank knows what it has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ import torch
 
 from fusedring.config import DTYPES
 from fusedring.plan import ALIGNMENT
+
+FLAGS = 3
+"""Of each entry: late, empty, partial."""
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -51,9 +54,10 @@ class Bucket:
     """Gradients that are reduced by one launch: entry views into the one-dimensional `flat`.
 
     gradients: `flat` without the flags.
-    flags: a view of the flags, (2, P) in the last bucket of a wrapper with P entries, (2, 0) in the others. The first
+    flags: a view of the flags, (3, P) in the last bucket of a wrapper with P entries, (3, 0) in the others. The first
     row tells which entries are *late*: their gradient did not arrive in this backward. The second tells which are
-    *empty*: late, and `.grad` is None. A set flag is the world size W and an unset one 0, until they are averaged.
+    *empty*: late, and `.grad` is None. The third tells which are *partial*: more came after they were sent. A set flag
+    is the world size W and an unset one 0, until they are averaged.
     """
 
     flat: torch.Tensor
@@ -62,12 +66,12 @@ class Bucket:
     flags: torch.Tensor
 
 
-def count(flags: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Of averaged flags: on how many ranks each entry was late, and on how many empty."""
+def count(flags: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
+    """Of averaged flags: on how many ranks each entry was late, on how many empty, and on how many partial."""
     # W * (1 / W) is 1 up to float32's rounding, which a 16-bit wire rounds away; and fp16 holds the whole numbers
     # to 2048, bf16 those to 256. So the nearest whole number is the count.
-    late, empty = flags.float().round().int().tolist()
-    return late, empty
+    late, empty, partial = flags.float().round().int().tolist()
+    return late, empty, partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +127,8 @@ def bind(layout: BucketLayout, parameters: Sequence[tuple[str, torch.nn.Paramete
         Entry(*parameters[index], offset, _view_for(parameters[index][1], flat, offset))
         for index, offset in zip(layout.members, layout.offsets, strict=True)
     ]
-    end = layout.elements - _aligned(2 * layout.flagged)
-    return Bucket(flat, flat[:end], entries, flat[end:][: 2 * layout.flagged].view(2, layout.flagged))
+    end = layout.elements - _aligned(FLAGS * layout.flagged)
+    return Bucket(flat, flat[:end], entries, flat[end:][: FLAGS * layout.flagged].view(FLAGS, layout.flagged))
 
 
 def _reduced_dtype(name: str, parameter: torch.Tensor) -> torch.dtype:
@@ -146,7 +150,7 @@ def _lay_out_one(
         offsets.append(end)
         reals = parameter.numel() * (2 if parameter.is_complex() else 1)
         end += _aligned(reals)
-    elements = end + _aligned(2 * flagged)
+    elements = end + _aligned(FLAGS * flagged)
     return BucketLayout(_reduced_dtype(name, parameter), tuple(members), tuple(offsets), flagged, elements)
 
 

@@ -4,9 +4,10 @@ A compiled backward is one node of autograd's graph: it hands over all gradients
 that launches still begin with the first, each parameter enters a graph through `announce`, an identity whose backward
 tells the wrapper of the gradient as soon as it is computed. `armed` sees to that.
 
-What is told is a notice, no more. The gradient goes its usual way, through all hooks, to `.grad`; there the wrapper
-checks that it is the one that was announced. A graph may be run by nobody's wrapper, or not by backward but by
-autograd.grad: then nobody takes notice.
+What is told is a notice, no more. The gradient goes its usual way, through all hooks, to `.grad`. It is announced only
+if it is all that the graph computes for the parameter: where a parameter has other uses in the graph, its announcement
+is taken out again, when the graph is complete. What comes from outside of the graph is for `Announcements` to see. A
+graph may be run by nobody's wrapper, or not by backward but by autograd.grad: then nobody takes notice.
 
 Graphs know parameters and wrappers by *tags*: tensors without dimensions in host memory that hold a number. A number in
 the graph itself would have the same code compiled anew for every layer.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
@@ -25,8 +26,10 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 _library = torch.library.Library("fusedring", "DEF")  # type: ignore[no-untyped-call]
-_numbers = itertools.count(1)
+_numbers, _calls = itertools.count(1), itertools.count(1)
 _tagged: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_uses: dict[int, int] = {}
+"""By tag: how often a parameter has entered graphs in forwards, less how often its gradient has come out since."""
 _wrappers: WeakSet[Wrapper] = WeakSet()
 
 
@@ -39,22 +42,23 @@ class Wrapper(Protocol):
         """Something is being compiled: see `armed`."""
 
     def _traced_forward_begins(self, buffers: Sequence[torch.Tensor]) -> None:
-        """A forward begins, whose buffers these are."""
+        """A forward begins, with gradients or without. buffers: copies of the module's, perhaps, which it reads."""
 
     def _traced_forward_ends(self, buffers: Sequence[torch.Tensor]) -> None:
-        """And ends."""
+        """A forward with gradients ends. buffers: copies of the module's, perhaps, which overwrite them afterwards."""
 
     def _traced_backward_begins(self) -> None:
-        """A gradient has come to an output of the forward, and goes on to parameters."""
+        """A gradient has come to an input of the forward, and so, if any comes to one, to parameters."""
 
-    def _on_announced(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
-        """`grad`, or a part of it, is on its way to the `.grad` of a parameter, anybody's."""
+    def _on_announced(self, parameter: nn.Parameter, grad: torch.Tensor, *, only_use: bool) -> None:
+        """`grad` is on its way to the `.grad` of a parameter, anybody's. only_use: whether no other graph used it."""
 
     def _refuse_traced_backward(self, parameter: nn.Parameter) -> None:
         """A graph computes a gradient of a parameter, anybody's, but not in a backward that autograd runs."""
 
 
-# Autograd runs the node of a leaf only in a backward for all leaves: not in autograd.grad, and not for some `inputs`.
+# An input of all that is announced. Autograd runs its node only in a backward for all leaves: not in autograd.grad, and
+# not for some `inputs`.
 _leaf = torch.zeros((), device="cpu", requires_grad=True)
 _leaf_node = torch.autograd.graph.get_gradient_edge(_leaf).node
 
@@ -64,16 +68,16 @@ def _in_full_backward() -> bool:
 
 
 def tag(thing: object) -> torch.Tensor:
-    """A tensor that stands for `thing` in a graph as long as it lives."""
+    """A tensor, int64 without dimensions, that stands for `thing` in a graph as long as it lives."""
     number = next(_numbers)
     _tagged[number] = thing
     return torch.tensor(number, device="cpu")
 
 
-def _run_forward(wrapper: torch.Tensor, buffers: Sequence[torch.Tensor], before: bool) -> None:
+def _run_forward(wrapper: torch.Tensor, buffers: Sequence[torch.Tensor], before: bool, grad: bool, _: str) -> None:
     living: Wrapper | None = _tagged.get(int(wrapper))
     if living is not None:
-        with torch.enable_grad():
+        with torch.set_grad_enabled(grad):
             (living._traced_forward_begins if before else living._traced_forward_ends)(buffers)
 
 
@@ -83,15 +87,24 @@ def _run_backward(grad: torch.Tensor, wrapper: torch.Tensor) -> None:
         living._traced_backward_begins()
 
 
+def _run_use(parameter: torch.Tensor) -> None:
+    number = int(parameter)
+    _uses[number] = _uses.get(number, 0) + 1
+
+
 def _run_gradient(grad: torch.Tensor, parameter: torch.Tensor) -> None:
-    living: nn.Parameter | None = _tagged.get(int(parameter))
+    number = int(parameter)
+    living: nn.Parameter | None = _tagged.get(number)
+    uses = _uses.pop(number, 0)
+    if uses > 1:
+        _uses[number] = uses - 1
     if living is None:
         return
     for wrapper in list(_wrappers):
         if torch._C._current_graph_task_id() < 0:
             wrapper._refuse_traced_backward(living)
         elif _in_full_backward():
-            wrapper._on_announced(living, grad)
+            wrapper._on_announced(living, grad, only_use=uses == 1)
 
 
 def _define(schema: str, run: Any) -> Any:
@@ -105,7 +118,10 @@ def _define(schema: str, run: Any) -> Any:
     return operator
 
 
-_forward = _define("forward(Tensor wrapper, Tensor(a!)[] buffers, bool before) -> ()", _run_forward)
+_forward = _define(
+    "forward(Tensor wrapper, Tensor(a!)[] buffers, bool before, bool grad, str call) -> ()", _run_forward
+)
+_use = _define("use(Tensor parameter) -> ()", _run_use)
 _backward = _define("backward(Tensor grad, Tensor wrapper) -> ()", _run_backward)
 _gradient = _define("gradient(Tensor grad, Tensor parameter) -> ()", _run_gradient)
 
@@ -114,6 +130,7 @@ class _Announce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor, tag: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tag)
+        _use(tag)
         return parameter.view_as(parameter)
 
     @staticmethod
@@ -125,11 +142,9 @@ class _Announce(torch.autograd.Function):
 
 class _Begin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, tag: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, value: torch.Tensor, tag: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tag)
-        # Autograd would not let the user overwrite a view that comes from here.
-        free: torch.Tensor = torch.ops.aten._unsafe_view(output, output.shape)
-        return free
+        return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -139,28 +154,103 @@ class _Begin(torch.autograd.Function):
 
 
 def announce(parameter: torch.Tensor, tag: torch.Tensor) -> torch.Tensor:
-    """In traced code: the parameter, or an alias of it, whose gradient is told of when the graph has computed it."""
+    """In traced code: an alias of the parameter, whose gradient is told of when the graph has computed it."""
+    _watch_graph()
     alias: torch.Tensor = _Announce.apply(parameter, tag, _leaf)  # type: ignore[no-untyped-call]
     return alias
 
 
+def _next_call() -> str:
+    """Another one each time: two equal calls in a graph would be taken for one."""
+    return str(next(_calls))
+
+
+def _watch_graph() -> None:
+    output = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
+    if _take_out_partial not in output.register_finalizer_fns:
+        output.add_graph_finalizer(_take_out_partial)
+
+
+def _take_out_partial(graph: torch.fx.GraphModule) -> None:
+    """In a complete graph: parameters that have other uses in it enter it directly."""
+    _take_out(graph, ())
+
+
+def _take_out(module: torch.fx.GraphModule, used_elsewhere: Collection[int]) -> None:
+    """used_elsewhere: which placeholders the graph around this one uses for other things, too."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in list(module.graph.nodes):
+        parts = {arg: _part(module, arg) for arg in node.args if isinstance(arg, torch.fx.Node)}
+        bodies = {arg: part for arg, part in parts.items() if part is not None}
+        if any(each.target is _gradient for body in bodies.values() for each in body.graph.nodes):
+            forward = next(iter(bodies.values()))
+            parameter = node.args[len(bodies) + _aliased(forward)]
+            alone = parameter in inputs and inputs.index(parameter) not in used_elsewhere and len(parameter.users) == 1
+            in_traced_backward = any(user.target is torch.autograd.grad for user in parameter.users)  # to be refused
+            if not alone and not in_traced_backward:
+                _replace(node, parameter)
+            continue
+        operands = [arg for arg in torch.utils._pytree.tree_leaves(node.args) if isinstance(arg, torch.fx.Node)]
+        operands = [arg for arg in operands if arg not in bodies]
+        for body in bodies.values():
+            count = sum(each.op == "placeholder" for each in body.graph.nodes)
+            shared = {
+                index
+                for index, arg in enumerate(operands)
+                if len(arg.users) > 1
+                or operands.count(arg) > 1
+                or (arg in inputs and inputs.index(arg) in used_elsewhere)
+            }
+            _take_out(body, shared if count == len(operands) else range(count))
+    module.recompile()
+
+
+def _aliased(forward: torch.fx.GraphModule) -> int:
+    """Which input of `_Announce.forward` the parameter has become."""
+    inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    (alias,) = (node for node in forward.graph.nodes if node.target in ("view_as", torch.Tensor.view_as))
+    return inputs.index(alias.args[0])
+
+
+def _part(module: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.GraphModule | None:
+    """The graph within the graph that a node stands for."""
+    part = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return part if isinstance(part, torch.fx.GraphModule) else None
+
+
+def _replace(announcement: torch.fx.Node, parameter: torch.fx.Node) -> None:
+    for user in list(announcement.users):
+        user.replace_all_uses_with(parameter)
+        user.graph.erase_node(user)
+    announcement.graph.erase_node(announcement)
+
+
+def forget_uses(tags: Iterable[torch.Tensor]) -> None:
+    """A backward is over: no gradient of these parameters comes from an earlier forward any more."""
+    for each in tags if _uses else ():
+        _uses.pop(int(each), None)
+
+
 def trace_forward_begins(wrapper: torch.Tensor, buffers: list[torch.Tensor]) -> None:
     """In a traced forward: have the wrapper prepare for it when the graph is run. It may overwrite the buffers."""
-    _forward(wrapper, buffers, True)
+    _forward(wrapper, buffers, True, torch.is_grad_enabled(), _next_call())
 
 
 def trace_forward_ends(wrapper: torch.Tensor, buffers: list[torch.Tensor]) -> None:
     """In a traced forward: have the wrapper deal with its buffers after it when the graph is run."""
-    _forward(wrapper, buffers, False)
+    _forward(wrapper, buffers, False, True, _next_call())
 
 
-def trace_outputs(wrapper: torch.Tensor, output: Any) -> Any:
-    """In a traced forward: have the wrapper told when a backward comes to its output."""
+def trace_inputs(wrapper: torch.Tensor, inputs: Any) -> Any:
+    """In a traced forward: have the wrapper told of a backward that goes through to its inputs, parameters or not.
+
+    Outputs would tell sooner, but stay as they are: autograd has to see what the user overwrites.
+    """
 
     def begin(tensor: torch.Tensor) -> torch.Tensor:
         return _Begin.apply(tensor, wrapper, _leaf) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
-    return begin(output) if isinstance(output, torch.Tensor) else tree_map_only(torch.Tensor, begin, output)
+    return tree_map_only(torch.Tensor, begin, inputs)
 
 
 def listen(wrapper: Wrapper) -> None:
@@ -174,7 +264,10 @@ def arm_all() -> None:
         wrapper._arm()
 
 
-arm_all._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch._dynamo.assume_constant_result does
+# Run while something is traced, as with torch._dynamo.assume_constant_result, which takes seconds to import.
+arm_all._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_watch_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_next_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def arm_when_compiling() -> None:

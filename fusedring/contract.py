@@ -10,6 +10,7 @@ import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 from weakref import finalize
 
@@ -68,6 +69,7 @@ class TorchContract(DistributedDataParallel):
     _is_shadow: bool
     _last_error: str
     _buffer_futures: list[torch.futures.Future[Any]]
+    _graph_buffers: Sequence[torch.Tensor] = ()
 
     @abstractmethod
     def _scheduler_or_open(self) -> Scheduler:
@@ -139,30 +141,41 @@ class TorchContract(DistributedDataParallel):
             and next(self._named_buffers(), None) is not None
         )
 
-    def _sync_buffers(self, buffers: Sequence[torch.Tensor] | None = None) -> None:
-        """buffers: what to send and overwrite in place of the module's own, which these are copies of."""
-        source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
-        self._sync_module_buffers(source, buffers)
+    @contextmanager
+    def _buffers_in_graph(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+        """For what is done in a graph: it has copies of the buffers, which replace them when it is through."""
+        self._graph_buffers = buffers
+        try:
+            yield
+            while self._buffer_futures:  # the graph uses the copies next
+                self._buffer_futures.pop().wait()
+        finally:
+            self._graph_buffers = ()
 
-    def _sync_module_buffers(self, authoritative_rank: int, buffers: Sequence[torch.Tensor] | None = None) -> None:
+    def _synced_buffers(self) -> dict[str, torch.Tensor]:
+        """What is to be sent and overwritten."""
+        named = dict(self._named_buffers())
+        return dict(zip(named, self._graph_buffers, strict=True)) if self._graph_buffers else named
+
+    def _sync_buffers(self) -> None:
+        source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+        self._sync_module_buffers(source)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """By the hook of `_register_buffer_comm_hook`, whose futures backward waits for; else by broadcast."""
         hook = getattr(self, "buffer_hook", None)
         if hook is None:
-            self._default_broadcast_coalesced(buffers, authoritative_rank=authoritative_rank)
+            self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
         else:
-            named = dict(self._named_buffers())
-            if buffers is not None:
-                named = dict(zip(named, buffers, strict=True))
             with torch.no_grad():
-                futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, named)
+                futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self._synced_buffers())
             self._buffer_futures += futures or []
 
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         """What happens without a hook, for hooks that want just that."""
-        buffers = [b for _, b in self._named_buffers()] if bufs is None else list(bufs)
-        self._broadcast(buffers, authoritative_rank)
+        self._broadcast(list(self._synced_buffers().values() if bufs is None else bufs), authoritative_rank)
 
     # Hooks of the user
 

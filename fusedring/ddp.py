@@ -178,6 +178,8 @@ class FusedRingDDP(TorchContract):
         The first backward after a forward outside of it averages everything that was accumulated. It holds for wrappers
         inside of the module, too.
         """
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break("FusedRingDDP.no_sync() within what is compiled")  # graphs are for both cases
         wrappers = [module for module in self.modules() if isinstance(module, FusedRingDDP)]
         before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
         for wrapper in wrappers:
@@ -209,7 +211,7 @@ class FusedRingDDP(TorchContract):
         self._decided = False
         self._hides_outputs = False
         self._backward: weakref.ref[Backward] = _NO_BACKWARD
-        self._forwards = 0
+        self._own_tags: list[torch.Tensor] = []
         self._unfinished = ""
         self._warned_of_bypass = False
         self._divisor: int | None = None
@@ -336,7 +338,7 @@ class FusedRingDDP(TorchContract):
 
     # Training
 
-    def _before_forward(self, buffers: Sequence[torch.Tensor] | None = None) -> None:
+    def _before_forward(self) -> None:
         scheduler, in_backward = self._scheduler, Backward.under_way()
         if scheduler is not None and scheduler.in_step and not in_backward:
             scheduler.abandon()
@@ -347,7 +349,6 @@ class FusedRingDDP(TorchContract):
         if in_backward and self._decided:
             return  # a forward is repeated for its intermediate values; what was decided stands
         self._decided = True
-        self._forwards += 1  # since the last backward
         Join.notify_join_context(self)
         if self._join_config.enable:
             self._count_training_ranks()
@@ -368,7 +369,7 @@ class FusedRingDDP(TorchContract):
         scheduler.expect(training=self.training, late=in_backward)
         scheduler.divisor = self._divisor
         if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
-            self._sync_buffers(buffers)
+            self._sync_buffers()
 
     def _watch(self, output: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notice the first gradient of a backward through `output`.
@@ -398,7 +399,7 @@ class FusedRingDDP(TorchContract):
             self._hooks()
             self._register_hooks()  # undisturbed
         self._armed = True
-        arm(self.module.modules(), (parameter for _, parameter in self._parameters_at_start))
+        self._own_tags = arm(self.module.modules(), (parameter for _, parameter in self._parameters_at_start))
 
     def _traced_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`forward` in a graph: what the wrapper does, the graph has it do when it is run."""
@@ -406,10 +407,12 @@ class FusedRingDDP(TorchContract):
         if self.device_ids:
             inputs, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), (inputs, kwargs))
         if not torch.is_grad_enabled():
+            compiled.trace_forward_begins(self._tag, [])
             return self.module(*inputs, **kwargs)
         before, after = self._buffers_to_sync()
         compiled.trace_forward_begins(self._tag, before)
-        output = compiled.trace_outputs(self._tag, self.module(*inputs, **kwargs))
+        inputs, kwargs = compiled.trace_inputs(self._tag, (inputs, kwargs))
+        output = self.module(*inputs, **kwargs)
         compiled.trace_forward_ends(self._tag, after)
         return output
 
@@ -422,11 +425,13 @@ class FusedRingDDP(TorchContract):
         return buffers, []
 
     def _traced_forward_begins(self, buffers: Sequence[torch.Tensor]) -> None:
-        self._before_forward(buffers)
+        with self._buffers_in_graph(buffers):
+            self._before_forward()
 
     def _traced_forward_ends(self, buffers: Sequence[torch.Tensor]) -> None:
         if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
-            self._sync_buffers(buffers)
+            with self._buffers_in_graph(buffers):
+                self._sync_buffers()
         self.require_forward_param_sync = self._synced
         self._hides_outputs = False
 
@@ -435,7 +440,7 @@ class FusedRingDDP(TorchContract):
             scheduler, backward = self._enter_backward()
             scheduler.begin(backward)
 
-    def _on_announced(self, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    def _on_announced(self, parameter: nn.Parameter, grad: torch.Tensor, *, only_use: bool) -> None:
         """A gradient is computed, and on its way to `.grad`."""
         index = self._index_of.get(id(parameter))
         if index is None or not self._synced or not self._hooks.alive or _has_hooks_of_others(parameter):
@@ -444,7 +449,7 @@ class FusedRingDDP(TorchContract):
             return  # `_on_gradient` deals with it
         scheduler, backward = self._enter_backward()
         scheduler.begin(backward)
-        scheduler.announced(*self._places[index], grad, probably_all=self._forwards == 1)
+        scheduler.announced(*self._places[index], grad, probably_all=only_use)
 
     def _refuse_traced_backward(self, parameter: nn.Parameter) -> None:
         if self._synced and id(parameter) in self._index_of:
@@ -482,14 +487,13 @@ class FusedRingDDP(TorchContract):
     def _on_gradient(self, index: int) -> None:
         """A parameter's gradient has been accumulated into `.grad`."""
         if not self._synced:
-            self._forwards = 0
             return
         scheduler = self._scheduler
         if self._backward() is not None and scheduler is not None and scheduler.in_step:
             scheduler.ready(*self._places[index])  # what follows has been done
             return
-        announced = scheduler is not None and scheduler.expecting
-        if self._backward() is None and not announced and not self._hides_outputs:
+        expected = scheduler is not None and scheduler.expecting
+        if self._backward() is None and not expected and not self._hides_outputs:
             self._warn_of_bypass(index)
             return
         scheduler, backward = self._enter_backward()
@@ -516,7 +520,7 @@ class FusedRingDDP(TorchContract):
 
     def _on_backward_end(self) -> None:
         self._backward = _NO_BACKWARD
-        self._forwards = 0
+        compiled.forget_uses(self._own_tags)
         while self._buffer_futures:
             self._buffer_futures.pop().wait()
         scheduler = self._scheduler
@@ -583,6 +587,8 @@ _OF_THIS_RANK = (
     "_hooks",
     "_index_of",
     "_tag",
+    "_own_tags",
+    "_armed",
     "process_group",
 )
 """Attributes that a copy makes for itself."""

@@ -34,7 +34,8 @@ class LaunchReport:
 class StepReport:
     """The last synced backward of a wrapper. `print` shows a table of its launches; rich shows it in colour.
 
-    backward_start: the first gradient reached the wrapper's output. backward_end: the last gradient was computed.
+    backward_start: the first gradient reached the wrapper's output, or, where the wrapper itself is compiled, the first
+    parameter's was computed. backward_end: the last gradient was computed.
     exposed_wait: seconds from then to the end of the last launch. overlap: the part of the time spent in launches that
     lay between backward_start and backward_end, 0 to 1.
     """

@@ -3,6 +3,7 @@
 A *step* is one synced backward. Its buckets are launched while backward runs, each once its gradients and all earlier
 buckets are there; the end of backward launches the rest, whether or not every gradient came, so that all ranks always
 launch the same things. A rank that missed a gradient says so in the flags of the last bucket, which the launch counts.
+A compiled backward announces gradients long before they are in `.grad`; then they count as ready.
 A launch carries the step's number: a rank that lost a step is found, not paired with the wrong one.
 
 Several wrappers may take part in one backward, and their gradients may come in another order on another rank. So they
@@ -33,7 +34,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedring.announcements import Announcements, twice
+from fusedring.announcements import Announcements, more_than_announced, twice
 from fusedring.buckets import Bucket, Entry, count
 from fusedring.communicator import Communicator
 from fusedring.compiled import undisturbed
@@ -96,6 +97,7 @@ class _Step:
     works: list[Work] = field(default_factory=list)
     flags_work: Work | None = None
     taken: set[int] = field(default_factory=set)
+    partial: bool = False
 
 
 class Scheduler:
@@ -152,7 +154,9 @@ class Scheduler:
         self._sharers = {id(e.parameter): _users.setdefault(e.parameter, WeakSet()) for e in self._entries}
         for users in self._sharers.values():
             users.add(self)
-        self._announcements: Announcements = Announcements(after._announcements if after is not None else None)
+        self._announcements: Announcements = Announcements(
+            self._entries, after._announcements if after is not None else None
+        )
         self.hook: CommHook | None = after.hook if after is not None else None
         self.divisor: int | None = None
         """Instead of the world size, where only some ranks still train."""
@@ -246,6 +250,8 @@ class Scheduler:
         assert self._step is not None
         step, entry = self._step, self._buckets[bucket].entries[position]
         if self._announcements and self._announcements.settle(entry):
+            if not self._announcements:
+                self._advance(step)
             return
         if step.arrived[bucket][position]:
             raise twice(entry)
@@ -257,7 +263,10 @@ class Scheduler:
         self._arrive(step, bucket, position, entry)
 
     def announced(self, bucket: int, position: int, grad: torch.Tensor, *, probably_all: bool) -> None:
-        """In a step, a compiled backward has computed `grad` for an entry: see `Announcements.announce`."""
+        """In a step, a compiled backward has computed `grad` for an entry: see `Announcements.announce`.
+
+        Raises RuntimeError if another was taken already.
+        """
         assert self._step is not None
         step, entry = self._step, self._buckets[bucket].entries[position]
         if step.count == 0:
@@ -289,7 +298,7 @@ class Scheduler:
         """
         assert self._step is not None
         step = self._step
-        self._announcements.settle_all(self._entries)
+        self._announcements.settle_all()
         for _, scheduler in self._in_turn(step):
             scheduler._launch_rest()
         for mate in self._group_mates:
@@ -312,7 +321,9 @@ class Scheduler:
         if self._gpu is not None and not self._gpu.gpu.is_capturing():
             while self._flags_on_the_way and (flags := self._flags_on_the_way[0].read()) is not None:
                 self._flags_on_the_way.popleft()
-                late = [a + b for a, b in zip(late, count(flags)[0], strict=True)]
+                late_then, _, partial = count(flags)
+                self._refuse(partial)
+                late = [a + b for a, b in zip(late, late_then, strict=True)]
         return self._late(late)
 
     def shadow(self) -> None:
@@ -343,7 +354,7 @@ class Scheduler:
         A `.grad` that was set aside comes back.
         """
         if self._step is not None:
-            self._announcements.withdraw(self._entries)
+            self._announcements.withdraw()
             self._communicator.settle()
             if self._step.on_gpu is not None:
                 self._step.on_gpu.join(self._step.works)
@@ -364,7 +375,7 @@ class Scheduler:
         """
         self._communicator.settle()
         self._step, self._expecting = None, False
-        self._announcements.forget()
+        self._announcements.withdraw()
         if step.on_gpu is not None:
             step.on_gpu.release(step.works)
         for work in step.works:
@@ -396,6 +407,8 @@ class Scheduler:
         while len(step.works) < len(self._buckets) and step.waiting_for[len(step.works)] == 0:
             if self._is_shared(self._buckets[len(step.works)]):
                 return
+            if self._announcements and len(step.works) == len(self._buckets) - 1:
+                return  # its flags tell whether what was announced was all
             self._launch(step)
         if self._expecting and len(step.works) == len(self._buckets):
             self._expecting = False
@@ -505,12 +518,14 @@ class Scheduler:
         late = [not arrived for bucket in step.arrived for arrived in bucket]
         self.late_here = self._late(late)
         flags = self._buckets[-1].flags
-        if any(late):
+        partial = [id(entry) in self._announcements.partial for entry in self._entries]
+        if any(late) or any(partial):
             empty = [is_late and e.parameter.grad is None for is_late, e in zip(late, self._entries, strict=True)]
+            step.partial = any(partial)
             if step.on_gpu is not None and step.on_gpu.captured:
-                names = ", ".join(self._late(late))
+                names = ", ".join(self._late(late)) or "what was computed in several parts"
                 raise RuntimeError(f"a CUDA graph cannot capture a backward that leaves {names} without gradients")
-            flags.copy_(flags.new_tensor([late, empty])).mul_(self._divided_by)
+            flags.copy_(flags.new_tensor([late, empty, partial])).mul_(self._divided_by)
         elif not self._flags_clear:
             flags.zero_()
         self._flags_clear = False  # until `_hand_out` sees the other ranks'
@@ -545,20 +560,25 @@ class Scheduler:
         """`.grad` becomes the bucket's average, unless no rank had one. Names the entries that lacked it somewhere."""
         for bucket in self._buckets:
             torch.autograd.graph.increment_version(bucket.flat)
-        if self._gpu is not None and all(map(all, step.arrived)):
+        if self._gpu is not None and all(map(all, step.arrived)) and not step.partial:
             # Nothing here depends on the flags, so the host does not wait for them.
             if step.on_gpu is not None and not step.on_gpu.captured:
                 self._flags_on_the_way.append(FlagsOnTheWay(self._gpu, self._buckets[-1]))
             self._set_grads(self._entries)
             return []
-        late, empty = count(self._buckets[-1].flags)
-        self._flags_clear = not any(late) and not any(empty)
+        late, empty, partial = count(self._buckets[-1].flags)
+        self._flags_clear = not any(late) and not any(empty) and not any(partial)
         if any(empty):
             world = self._communicator.world_size
             self._set_grads(e for e, ranks in zip(self._entries, empty, strict=True) if ranks < world)
         else:
             self._set_grads(self._entries)
+        self._refuse(partial)
         return self._late(late)
+
+    def _refuse(self, partial: Sequence[int]) -> None:
+        if any(partial):
+            raise more_than_announced(self._late(partial))
 
     def _late(self, flags: Sequence[int]) -> list[str]:
         return (

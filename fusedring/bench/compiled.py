@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ ORDERS = ("eager", "outside", "inside", "layers")
 class Compiled:
     """How an order of compiling and wrapping went: `outside` compiles the wrapper, `inside` what it wraps.
 
-    first, last: the part of backward after which the first and the last launch began, medians of steps. graphs: how
+    first, last: the part of `backward()` after which the first and the last launch began, medians of steps. graphs: how
     many were compiled in all steps; breaks: of graphs; recompiled: how often a frame was compiled again.
     """
 
@@ -62,13 +63,14 @@ def compare(backend: str, *, width: int = 1024, layers: int = 8, batch: int = 51
                 if dist.is_initialized():
                     dist.barrier()
                 with nullcontext() if synced else wrapper.no_sync():
-                    model(x).square().mean().backward()
+                    loss = model(x).square().mean()
+                    began = time.perf_counter()
+                    loss.backward()
             now = _counts()
             counted[order] = tuple(c + n - b for c, n, b in zip(counted[order], now, before, strict=True))
             report = wrapper.report()
             assert report is not None
-            length = report.backward_end - report.backward_start
-            starts = [(launch.start - report.backward_start) / length for launch in report.launches]
+            starts = [(launch.start - began) / (report.backward_end - began) for launch in report.launches]
             if step >= steps // 4:  # before, graphs are compiled, and the order of gradients is learnt
                 begun[order].append((starts[0], starts[-1]))
     results = []
