@@ -18,6 +18,7 @@ from torch import nn
 import fusedring
 from fusedring import FusedRingDDP
 from fusedring.communicator import communicator_of
+from fusedring.wrapping import gpu_of
 from tests.ranks import run_ranks, start_ranks
 from tests.recording_gpu import RecordingGpu, pretend
 
@@ -180,9 +181,9 @@ def check_a_compiled_step(rank: int, world: int) -> None:
     model = FusedRingDDP(module, algorithm="ring", bucket_cap_mb=0.01)
     real = FusedRingDDP._on_announced
 
-    def announced(self: FusedRingDDP, parameter: nn.Parameter, grad: torch.Tensor) -> None:
+    def announced(self: FusedRingDDP, parameter: nn.Parameter, grad: torch.Tensor, *, only_use: bool) -> None:
         with gpu.on("side" if parameter is module[0].weight else "main"):
-            real(self, parameter, grad)
+            real(self, parameter, grad, only_use=only_use)
 
     FusedRingDDP._on_announced = announced
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -555,13 +556,12 @@ def test_devices_that_disagree():
         FusedRingDDP(module)
     with pytest.raises(ValueError, match="only tensors in host memory and on GPUs"):
         FusedRingDDP(module[1])
-    model = FusedRingDDP(make_model())
-    model.device = torch.device("cuda", 1)
-    assert model._check_device_ids([1], None) == [1]
-    assert model._check_device_ids([torch.device("cuda", 1)], torch.device("cuda", 1)) == [1]
-    assert model._check_device_ids(None, None) is None
+    device = torch.device("cuda", 1)
+    assert gpu_of(device, [1], None) == [1]
+    assert gpu_of(device, [device], device) == [1]
+    assert gpu_of(device, None, None) is None
     for ids, output in (([0], None), (None, 0), ([1], torch.device("cuda", 0))):
         with pytest.raises(ValueError, match=r"the module is on cuda:1.*module\.to\(\)"):
-            model._check_device_ids(ids, output)
+            gpu_of(device, ids, output)
     with pytest.raises(ValueError, match="one process for each"):
-        model._check_device_ids([0, 1], None)
+        gpu_of(device, [0, 1], None)
