@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedring.compiled import announce, tag
+from fusedring.dynamo import run_while_tracing
 from fusedring.log import logger
 
 
@@ -73,13 +74,12 @@ def _other_attribute(module: Any, name: str) -> Any:
     raise AttributeError(name)  # nn.Module looks among buffers and modules
 
 
+@run_while_tracing
 def _enters_plainly() -> bool:
     """Whether parameters stay as they are in what is traced: a program to be exported, or a transformed function."""
+    # In traced code torch 2.11 takes the first for true.
     return torch.compiler.is_exporting() or torch._C._functorch.peek_interpreter_stack() is not None
 
-
-# Asked while something is traced: there, torch 2.11 takes torch.compiler.is_exporting() for true.
-_enters_plainly._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _classes: WeakValueDictionary[tuple[int, tuple[str, ...]], Any] = WeakValueDictionary()
 _tags: MutableMapping[nn.Parameter, torch.Tensor] = WeakIdKeyDictionary()

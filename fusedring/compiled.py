@@ -16,14 +16,16 @@ the graph itself would have the same code compiled anew for every layer.
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
+
+from fusedring.dynamo import before_compiling, run_while_tracing, when_traced
+from fusedring.sole_uses import take_out_partial
 
 _library = torch.library.Library("fusedring", "DEF")  # type: ignore[no-untyped-call]
 _numbers, _calls = itertools.count(1), itertools.count(1)
@@ -160,69 +162,19 @@ def announce(parameter: torch.Tensor, tag: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+@run_while_tracing
 def _next_call() -> str:
     """Another one each time: two equal calls in a graph would be taken for one."""
     return str(next(_calls))
 
 
+@run_while_tracing
 def _watch_graph() -> None:
-    output = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
-    if _take_out_partial not in output.register_finalizer_fns:
-        output.add_graph_finalizer(_take_out_partial)
+    when_traced(_take_out_partial)
 
 
 def _take_out_partial(graph: torch.fx.GraphModule) -> None:
-    """In a complete graph: parameters that have other uses in it enter it directly."""
-    _take_out(graph, ())
-
-
-def _take_out(module: torch.fx.GraphModule, used_elsewhere: Collection[int]) -> None:
-    """used_elsewhere: which placeholders the graph around this one uses for other things, too."""
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node in list(module.graph.nodes):
-        parts = {arg: _part(module, arg) for arg in node.args if isinstance(arg, torch.fx.Node)}
-        bodies = {arg: part for arg, part in parts.items() if part is not None}
-        if any(each.target is _gradient for body in bodies.values() for each in body.graph.nodes):
-            forward = next(iter(bodies.values()))
-            parameter = node.args[len(bodies) + _aliased(forward)]
-            alone = parameter in inputs and inputs.index(parameter) not in used_elsewhere and len(parameter.users) == 1
-            in_traced_backward = any(user.target is torch.autograd.grad for user in parameter.users)  # to be refused
-            if not alone and not in_traced_backward:
-                _replace(node, parameter)
-            continue
-        operands = [arg for arg in torch.utils._pytree.tree_leaves(node.args) if isinstance(arg, torch.fx.Node)]
-        operands = [arg for arg in operands if arg not in bodies]
-        for body in bodies.values():
-            count = sum(each.op == "placeholder" for each in body.graph.nodes)
-            shared = {
-                index
-                for index, arg in enumerate(operands)
-                if len(arg.users) > 1
-                or operands.count(arg) > 1
-                or (arg in inputs and inputs.index(arg) in used_elsewhere)
-            }
-            _take_out(body, shared if count == len(operands) else range(count))
-    module.recompile()
-
-
-def _aliased(forward: torch.fx.GraphModule) -> int:
-    """Which input of `_Announce.forward` the parameter has become."""
-    inputs = [node for node in forward.graph.nodes if node.op == "placeholder"]
-    (alias,) = (node for node in forward.graph.nodes if node.target in ("view_as", torch.Tensor.view_as))
-    return inputs.index(alias.args[0])
-
-
-def _part(module: torch.fx.GraphModule, node: torch.fx.Node) -> torch.fx.GraphModule | None:
-    """The graph within the graph that a node stands for."""
-    part = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-    return part if isinstance(part, torch.fx.GraphModule) else None
-
-
-def _replace(announcement: torch.fx.Node, parameter: torch.fx.Node) -> None:
-    for user in list(announcement.users):
-        user.replace_all_uses_with(parameter)
-        user.graph.erase_node(user)
-    announcement.graph.erase_node(announcement)
+    take_out_partial(graph, _gradient)
 
 
 def forget_uses(tags: Iterable[torch.Tensor]) -> None:
@@ -258,52 +210,17 @@ def listen(wrapper: Wrapper) -> None:
     _wrappers.add(wrapper)
 
 
+@run_while_tracing
 def arm_all() -> None:
-    """Arm the modules of all wrappers. Called by a forward that is traced, while it is traced."""
+    """Arm the modules of all wrappers, now or, in a traced forward, while it is traced."""
     for wrapper in list(_wrappers):
         wrapper._arm()
 
 
-# Run while something is traced, as with torch._dynamo.assume_constant_result, which takes seconds to import.
-arm_all._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_watch_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_next_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def arm_when_compiling() -> None:
     """Have `arm_all` called before anything is compiled. To be called again now and then: a reset forgets it."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and _on_compile_start not in dynamo.callback_handler.start_callbacks:
-        dynamo.callback_handler.register_start_callback(_on_compile_start)
+    before_compiling(_arm_all)
 
 
-def _on_compile_start(_: Any) -> None:
+def _arm_all(_: Any) -> None:
     arm_all()
-
-
-def undisturbed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, where nothing in it is compiled, though what calls it is.
-
-    To be called when something is about to be compiled, not before: torch.compile takes seconds to import.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None:
-        return function
-    if function not in _undisturbed:
-        _undisturbed[function] = dynamo.disable(function)
-    return _undisturbed[function]
-
-
-_undisturbed: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""For functions of modules only, which stay."""
-
-
-def in_compiled_autograd() -> bool:
-    """Whether a backward runs under compiled autograd, which calls hooks but not what they queue for the end."""
-    region = sys.modules.get("torch._dynamo.compiled_autograd")
-    return region is not None and bool(region.in_compiled_autograd_region)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile was used on some part of it."""
-    return any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in module.modules())

@@ -29,6 +29,7 @@ from fusedring.buckets import bind, lay_out
 from fusedring.communicator import communicator_of
 from fusedring.config import RingConfig, WireDtype
 from fusedring.contract import BROADCAST_BYTES, TorchContract, caps_in_bytes, group_of
+from fusedring.dynamo import in_compiled_autograd, is_compiled, undisturbed
 from fusedring.errors import FusedRingError
 from fusedring.log import logger, my_rank
 from fusedring.report import StepReport
@@ -218,7 +219,7 @@ class FusedRingDDP(TorchContract):
         self._last_error = ""
         self._buffer_futures: list[torch.futures.Future[Any]] = []
         self._tag = compiled.tag(self)
-        self._armed = compiled.is_compiled(self.module)
+        self._armed = is_compiled(self.module)
         compiled.listen(self)
         self._hook_parameters()
 
@@ -239,7 +240,7 @@ class FusedRingDDP(TorchContract):
 
     def _register_hooks(self) -> None:
         # The parameters outlive the wrapper, so their hooks must neither keep it alive nor stay when it is gone.
-        hook = compiled.undisturbed(_gradient_hook)
+        hook = undisturbed(_gradient_hook)
         handles = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 functools.partial(hook, weakref.ref(self), index)
@@ -381,7 +382,7 @@ class FusedRingDDP(TorchContract):
         self._hides_outputs = not outputs
         inputs_need_grad = any(tensor.requires_grad for tensor in _tensors_in((inputs, kwargs)))
         alone = inputs_need_grad and not _lead_to_any(outputs, self._index_of)
-        hook = functools.partial(compiled.undisturbed(_output_hook), self, alone)
+        hook = functools.partial(undisturbed(_output_hook), self, alone)
         for tensor in outputs:
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -473,14 +474,14 @@ class FusedRingDDP(TorchContract):
         if backward is None:
             if scheduler.in_step:
                 scheduler.abandon()  # of a run that failed
-            if compiled.in_compiled_autograd():
+            if in_compiled_autograd():
                 raise FusedRingError(
                     f"rank {my_rank()}: a {type(self).__name__} cannot average gradients under compiled autograd, "
                     "which does not say when a backward ends. Leave torch._dynamo.config.compiled_autograd off; the "
                     "forward may be compiled"
                 )
             backward = Backward(self._on_backward_end)
-            failed = functools.partial(compiled.undisturbed(_run_failed), weakref.ref(self))
+            failed = functools.partial(undisturbed(_run_failed), weakref.ref(self))
             self._backward = weakref.ref(backward, failed)
         return scheduler, backward
 
@@ -614,7 +615,7 @@ def _output_hook(wrapper: FusedRingDDP, alone: bool, _: torch.Tensor) -> None:
 def _has_hooks_of_others(parameter: torch.Tensor) -> bool:
     """Whether more is to happen between the computation of its gradient and the end of its accumulation."""
     after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    mine = (_gradient_hook, compiled.undisturbed(_gradient_hook))
+    mine = (_gradient_hook, undisturbed(_gradient_hook))
     return bool(parameter._backward_hooks) or any(getattr(hook, "func", None) not in mine for hook in after.values())
 
 

@@ -37,8 +37,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fusedring.announcements import Announcements, more_than_announced, twice
 from fusedring.buckets import Bucket, Entry, count
 from fusedring.communicator import Communicator
-from fusedring.compiled import undisturbed
 from fusedring.config import RingConfig, scale_factor
+from fusedring.dynamo import undisturbed
 from fusedring.errors import MismatchError
 from fusedring.gpu_step import FlagsOnTheWay, GpuStep
 from fusedring.grad_bucket import CommHook, GradBucket, HookWork
