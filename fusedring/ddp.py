@@ -438,8 +438,7 @@ class FusedRingDDP(TorchContract):
 
     def _traced_backward_begins(self) -> None:
         if self._synced:
-            scheduler, backward = self._enter_backward()
-            scheduler.begin(backward)
+            self._begin_step()
 
     def _on_announced(self, parameter: nn.Parameter, grad: torch.Tensor, *, only_use: bool) -> None:
         """A gradient is computed, and on its way to `.grad`."""
@@ -448,9 +447,13 @@ class FusedRingDDP(TorchContract):
             return
         if self._backward() is None and (self._scheduler is None or not self._scheduler.expecting):
             return  # `_on_gradient` deals with it
+        self._begin_step().announced(*self._places[index], grad, probably_all=only_use)
+
+    def _begin_step(self) -> Scheduler:
+        """In a hook: from here on a step is under way. No caller keeps the `Backward`, as an error's frames would."""
         scheduler, backward = self._enter_backward()
         scheduler.begin(backward)
-        scheduler.announced(*self._places[index], grad, probably_all=only_use)
+        return scheduler
 
     def _refuse_traced_backward(self, parameter: nn.Parameter) -> None:
         if self._synced and id(parameter) in self._index_of:
@@ -497,9 +500,7 @@ class FusedRingDDP(TorchContract):
         if self._backward() is None and not expected and not self._hides_outputs:
             self._warn_of_bypass(index)
             return
-        scheduler, backward = self._enter_backward()
-        scheduler.begin(backward)
-        scheduler.ready(*self._places[index])
+        self._begin_step().ready(*self._places[index])
 
     def _warn_of_bypass(self, index: int) -> None:
         if not self._warned_of_bypass:
