@@ -24,11 +24,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from fusedring.dynamo import before_compiling, run_while_tracing, when_traced
+from fusedring.dynamo import before_compiling, count_in_graph, run_while_tracing, when_traced
 from fusedring.sole_uses import take_out_partial
 
 _library = torch.library.Library("fusedring", "DEF")  # type: ignore[no-untyped-call]
-_numbers, _calls = itertools.count(1), itertools.count(1)
+_numbers = itertools.count(1)
+_traced = [0]
+"""How many announcements have been traced."""
 _tagged: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _uses: dict[int, int] = {}
 """By tag: how often a parameter has entered graphs in forwards, less how often its gradient has come out since."""
@@ -50,7 +52,7 @@ class Wrapper(Protocol):
         """A forward with gradients ends. buffers: copies of the module's, perhaps, which overwrite them afterwards."""
 
     def _traced_backward_begins(self) -> None:
-        """A gradient has come to an input of the forward, and so, if any comes to one, to parameters."""
+        """A gradient has come to an output of a forward that uses no parameter."""
 
     def _on_announced(self, parameter: nn.Parameter, grad: torch.Tensor, *, only_use: bool) -> None:
         """`grad` is on its way to the `.grad` of a parameter, anybody's. only_use: whether no other graph used it."""
@@ -163,14 +165,21 @@ def announce(parameter: torch.Tensor, tag: torch.Tensor) -> torch.Tensor:
 
 
 @run_while_tracing
-def _next_call() -> str:
-    """Another one each time: two equal calls in a graph would be taken for one."""
-    return str(next(_calls))
+def _watch_graph() -> None:
+    _traced[0] += 1
+    when_traced(_take_out_partial)
 
 
 @run_while_tracing
-def _watch_graph() -> None:
-    when_traced(_take_out_partial)
+def traced_announcements() -> str:
+    """How many there have been, as traced code sees it."""
+    return str(_traced[0])
+
+
+@run_while_tracing
+def _call() -> str:
+    """Another name for each call in a graph: two that are equal would be taken for one."""
+    return str(count_in_graph())
 
 
 def _take_out_partial(graph: torch.fx.GraphModule) -> None:
@@ -185,24 +194,24 @@ def forget_uses(tags: Iterable[torch.Tensor]) -> None:
 
 def trace_forward_begins(wrapper: torch.Tensor, buffers: list[torch.Tensor]) -> None:
     """In a traced forward: have the wrapper prepare for it when the graph is run. It may overwrite the buffers."""
-    _forward(wrapper, buffers, True, torch.is_grad_enabled(), _next_call())
+    _forward(wrapper, buffers, True, torch.is_grad_enabled(), _call())
 
 
 def trace_forward_ends(wrapper: torch.Tensor, buffers: list[torch.Tensor]) -> None:
     """In a traced forward: have the wrapper deal with its buffers after it when the graph is run."""
-    _forward(wrapper, buffers, False, True, _next_call())
+    _forward(wrapper, buffers, False, True, _call())
 
 
-def trace_inputs(wrapper: torch.Tensor, inputs: Any) -> Any:
-    """In a traced forward: have the wrapper told of a backward that goes through to its inputs, parameters or not.
+def trace_outputs(wrapper: torch.Tensor, outputs: Any) -> Any:
+    """In a traced forward that announces nothing: have the wrapper told of a backward, which may come to no parameter.
 
-    Outputs would tell sooner, but stay as they are: autograd has to see what the user overwrites.
+    Other outputs stay as they are: autograd has to see what the user overwrites.
     """
 
     def begin(tensor: torch.Tensor) -> torch.Tensor:
         return _Begin.apply(tensor, wrapper, _leaf) if tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
-    return tree_map_only(torch.Tensor, begin, inputs)
+    return tree_map_only(torch.Tensor, begin, outputs)
 
 
 def listen(wrapper: Wrapper) -> None:

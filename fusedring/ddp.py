@@ -412,8 +412,10 @@ class FusedRingDDP(TorchContract):
             return self.module(*inputs, **kwargs)
         before, after = self._buffers_to_sync()
         compiled.trace_forward_begins(self._tag, before)
-        inputs, kwargs = compiled.trace_inputs(self._tag, (inputs, kwargs))
+        announced = compiled.traced_announcements()
         output = self.module(*inputs, **kwargs)
+        if compiled.traced_announcements() == announced:
+            output = compiled.trace_outputs(self._tag, output)
         compiled.trace_forward_ends(self._tag, after)
         return output
 

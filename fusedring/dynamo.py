@@ -51,6 +51,13 @@ def when_traced(finish: Callable[[torch.fx.GraphModule], None]) -> None:
         output.add_graph_finalizer(finish)
 
 
+def count_in_graph() -> int:
+    """While a graph is traced: 1, 2, ..., anew for every graph, so that the same code gives the same graph again."""
+    output = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
+    output._fusedring_count = getattr(output, "_fusedring_count", 0) + 1
+    return int(output._fusedring_count)
+
+
 def in_compiled_autograd() -> bool:
     """Whether a backward runs under compiled autograd, which calls hooks but not what they queue for the end."""
     region = sys.modules.get("torch._dynamo.compiled_autograd")

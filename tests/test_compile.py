@@ -389,6 +389,18 @@ def overwritten_outputs(rank, world):
         output.sum().backward()
 
 
+def overwritten_inputs(rank, world):
+    class Doubling(Net):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    def loss(model, x):
+        return model(1 * x.requires_grad_()).square().sum()
+
+    wrapper = FusedRingDDP(Doubling(), **SMALL)
+    same_as_alone(rank, world, wrapper, loss, model=compiled(wrapper))
+
+
 def two_forwards_in_one_graph(rank, world):
     """As of a discriminator; one rank runs it without compiling."""
 
@@ -858,6 +870,7 @@ CASES = [
     pytest.param(masked_output_by_inductor, marks=needs_compiler),
     parameters_used_beside_the_modules_all_at_once,
     overwritten_outputs,
+    overwritten_inputs,
     two_forwards_in_one_graph,
     no_sync_within_what_is_compiled,
     attributes_that_are_not_what_a_module_holds,
