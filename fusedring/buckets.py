@@ -70,6 +70,8 @@ def count(flags: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
     """Of averaged flags: on how many ranks each entry was late, on how many empty, and on how many partial."""
     # W * (1 / W) is 1 up to float32's rounding, which a 16-bit wire rounds away; and fp16 holds the whole numbers
     # to 2048, bf16 those to 256. So the nearest whole number is the count.
+    if not flags.any():  # as in most steps
+        return [0] * flags.size(1), [0] * flags.size(1), [0] * flags.size(1)
     late, empty, partial = flags.float().round().int().tolist()
     return late, empty, partial
 

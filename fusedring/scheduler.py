@@ -518,8 +518,8 @@ class Scheduler:
         late = [not arrived for bucket in step.arrived for arrived in bucket]
         self.late_here = self._late(late)
         flags = self._buckets[-1].flags
-        partial = [id(entry) in self._announcements.partial for entry in self._entries]
-        if any(late) or any(partial):
+        if any(late) or self._announcements.partial:
+            partial = [id(entry) in self._announcements.partial for entry in self._entries]
             empty = [is_late and e.parameter.grad is None for is_late, e in zip(late, self._entries, strict=True)]
             step.partial = any(partial)
             if step.on_gpu is not None and step.on_gpu.captured:
