@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fusedring.bench.collectives import compare
-from fusedring.plan import ALGORITHMS
+from fusedring.config import ALGORITHMS
 
 SIZES = ((64 << 10, 200), (1 << 20, 100), (4 << 20, 50), (25 << 20, 20), (100 << 20, 10))
 

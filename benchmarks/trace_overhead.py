@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import fusedring
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
-from fusedring.tracing import Recorder, Track, _recorders
+from fusedring.observe.tracing import Recorder, Track, _recorders
 
 
 def main() -> None:

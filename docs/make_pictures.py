@@ -7,12 +7,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
-from fusedring.ddp import FusedRingDDP
-from fusedring.local_ranks import launch
-from fusedring.pictures import draw_walk
-from fusedring.plan import ALGORITHMS, make_plan
-from fusedring.plots import draw_overlap
-from fusedring.report import StepReport
+from fusedring.config import ALGORITHMS
+from fusedring.data_parallel.ddp import FusedRingDDP
+from fusedring.group.spawn import launch
+from fusedring.observe.pictures import draw_walk
+from fusedring.observe.plots import draw_overlap
+from fusedring.observe.report import StepReport
+from fusedring.plan.plan import make_plan
 
 PICTURES = Path(__file__).parent / "pictures"
 ELEMENTS = 1_000_000

@@ -5,13 +5,13 @@ import sys
 if sys.platform != "linux":
     raise ImportError(f"fusedring runs on Linux only (memfd, futex, peer-mapped GPU memory); this is {sys.platform}")
 
-from fusedring.clip import clip_grad_norm_
-from fusedring.collectives import Work, all_gather, all_reduce, close, empty, reduce_scatter
-from fusedring.comm_hook import CommHookState, comm_hook
-from fusedring.ddp import FusedRingDDP
+from fusedring.data_parallel.clip import clip_grad_norm_
+from fusedring.data_parallel.ddp import FusedRingDDP
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError, PeerLostError
-from fusedring.local_ranks import RanksFailedError, launch
-from fusedring.tracing import trace
+from fusedring.group.collectives import Work, all_gather, all_reduce, close, empty, reduce_scatter
+from fusedring.group.spawn import RanksFailedError, launch
+from fusedring.integrations.torch_ddp import CommHookState, comm_hook
+from fusedring.observe.tracing import trace
 from fusedring.version import __version__
 
 __all__ = [

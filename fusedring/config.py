@@ -11,12 +11,14 @@ from typing import Literal, get_args
 
 import torch
 
-from fusedring.plan import ALGORITHMS
-
+Algorithm = Literal["ring", "two_shot", "one_shot", "master"]
+Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Op = Literal["avg", "sum"]
 Engine = Literal["auto", "host", "triton"]
 WireDtype = Literal["fp16", "bf16"] | torch.dtype | None
 
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 OPS: tuple[Op, ...] = get_args(Op)
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 MOST_CHANNELS = 128
@@ -31,7 +33,7 @@ class RingConfig:
 
     wire_dtype: what crosses between ranks; None keeps the tensor's own dtype, otherwise torch.float16 or torch.bfloat16
         (given as such, or as 'fp16' or 'bf16').
-    algorithm: 'auto' or one of `fusedring.plan.ALGORITHMS`.
+    algorithm: 'auto' or one of `ALGORITHMS`.
     engine: 'auto', 'host' or 'triton'.
     timeout: seconds without progress in one wait after which a collective fails; None takes the process group's own.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from fusedring.plan import make_plan
+from fusedring.plan.plan import make_plan
 
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
 

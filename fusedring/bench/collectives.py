@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fusedring.collectives import all_reduce, empty
-from fusedring.plan import ALGORITHMS
+from fusedring.config import ALGORITHMS
+from fusedring.group.collectives import all_reduce, empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedring.ddp import FusedRingDDP
+from fusedring.data_parallel.ddp import FusedRingDDP
 
 ORDERS = ("eager", "outside", "inside", "layers")
 

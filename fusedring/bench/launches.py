@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from fusedring.bench.no_driver import no_driver
-from fusedring.launches import Launch, Source
-from fusedring.windows import Windows
+from fusedring.engines.kernel_launches import Windows
+from fusedring.transport.agreement import Launch, Source
 
 
 @dataclass(frozen=True, slots=True)

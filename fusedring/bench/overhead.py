@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusedring.communicator import Communicator
-from fusedring.ddp import FusedRingDDP
-from fusedring.launches import Launch
-from fusedring.work import Work
+from fusedring.data_parallel.ddp import FusedRingDDP
+from fusedring.group.communicator import Communicator
+from fusedring.group.work import Work
+from fusedring.transport.agreement import Launch
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fusedring.config import accumulate_dtype
-from fusedring.plan import make_plan, split_evenly
+from fusedring.plan.plan import make_plan, split_evenly
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fusedring.bench.collectives import compare
-from fusedring.collectives import all_reduce, empty
-from fusedring.config import DTYPES
-from fusedring.plan import ALGORITHMS
+from fusedring.config import ALGORITHMS, DTYPES
+from fusedring.group.collectives import all_reduce, empty
 
 ELEMENTS = 100_003
 BANDWIDTH_BYTES = 25 << 20

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
-from fusedring.ddp import FusedRingDDP
-from fusedring.plan import make_plan
-from fusedring.report import StepReport
+from fusedring.data_parallel.ddp import FusedRingDDP
+from fusedring.observe.report import StepReport
+from fusedring.plan.plan import make_plan
 
 WARM_UP_STEPS = 2
 """Not timed: the first steps allocate, and torch's DDP rebuilds its buckets after the first."""

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from fusedring.bench.gpt import GPTConfig
 from fusedring.bench.training import History, train
 from fusedring.cli.arguments import whole_number
-from fusedring.local_ranks import RanksFailedError, launch
-from fusedring.pictures import MATPLOTLIB_MISSING, has_matplotlib
-from fusedring.plan import ALGORITHMS
-from fusedring.plots import draw_training
-from fusedring.tracing import trace
+from fusedring.config import ALGORITHMS
+from fusedring.group.spawn import RanksFailedError, launch
+from fusedring.observe.pictures import MATPLOTLIB_MISSING, has_matplotlib
+from fusedring.observe.plots import draw_training
+from fusedring.observe.tracing import trace
 
 LOSS_TOLERANCE = {None: 0.02, "fp16": 0.05, "bf16": 0.1}
 """How far apart the two final losses may be, in nats: rounding differs and training amplifies that."""

@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import torch
 
-from fusedring import memory
 from fusedring.bench.self_test import BANDWIDTH_BYTES, TIMEOUT_SECONDS, SelfTest, self_test
-from fusedring.communicator import ONE_SHOT_BYTES, ONE_SHOT_BYTES_ON_GPUS
-from fusedring.local_ranks import RanksFailedError, launch
-from fusedring.pictures import MATPLOTLIB_MISSING, has_matplotlib
-from fusedring.signals import check_machine, cores
+from fusedring.group.communicator import ONE_SHOT_BYTES, ONE_SHOT_BYTES_ON_GPUS
+from fusedring.group.spawn import RanksFailedError, launch
+from fusedring.observe.pictures import MATPLOTLIB_MISSING, has_matplotlib
+from fusedring.transport import memfd
+from fusedring.transport.host_signals import check_machine, cores
 from fusedring.version import OLDEST_TORCH, TESTED_TORCH, TESTED_TRITON, __version__
 
 MOST_RANKS = 4
@@ -128,12 +128,12 @@ def processor() -> Check:
 def shared_memory() -> Check:
     """Whether shared memory can be had, and how much."""
     try:
-        fd = memory.create(_PROBE_BYTES)
+        fd = memfd.create(_PROBE_BYTES)
         try:
-            memory.reserve(fd, 0, _PROBE_BYTES)
+            memfd.reserve(fd, 0, _PROBE_BYTES)
         finally:
             os.close(fd)
-        available = memory.available_bytes()
+        available = memfd.available_bytes()
     except OSError as error:
         remedy = "free memory, or raise the memory limit of the machine or container"
         if error.errno == errno.EFBIG:

@@ -9,9 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fusedring.cli.arguments import whole_number
-from fusedring.pictures import MATPLOTLIB_MISSING, MOST_GPUS_DRAWN, draw_walk, has_matplotlib
-from fusedring.plan import ALGORITHMS, COLLECTING, Plan, make_plan
-from fusedring.walk import Move, WalkedStep, gpu, gradient, sum_in_words, walk
+from fusedring.config import ALGORITHMS
+from fusedring.observe.pictures import MATPLOTLIB_MISSING, MOST_GPUS_DRAWN, draw_walk, has_matplotlib
+from fusedring.plan.plan import COLLECTING, Plan, make_plan
+from fusedring.plan.walk import Move, WalkedStep, gpu, gradient, sum_in_words, walk
 
 _PHASES = {
     "reduce-scatter": "share and add",

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from fusedring.machine_code import KERNELS, TARGETS, KernelReport, check_variant, problems, variants
+from fusedring.cli.machine_code import KERNELS, TARGETS, KernelReport, check_variant, problems, variants
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

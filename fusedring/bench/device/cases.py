@@ -20,9 +20,8 @@ import torch
 
 from fusedring.bench.device.units import MB, name_of
 from fusedring.bench.parts import Sheet
-from fusedring.config import DTYPES
-from fusedring.plan import ALGORITHMS, KINDS
-from fusedring.testing import VirtualRanks, virtual_ranks
+from fusedring.config import ALGORITHMS, DTYPES, KINDS
+from fusedring.engines.virtual_ranks import VirtualRanks, virtual_ranks
 
 TIMED_PAIRS: tuple[tuple[torch.dtype, torch.dtype], ...] = (
     (torch.float32, torch.float32),

@@ -14,9 +14,9 @@ from fusedring.bench.device.machine import device_of
 from fusedring.bench.device.units import MB
 from fusedring.bench.parts import Sheet
 from fusedring.bench.reference import different_bits, error_bound, exact, gathered, reduced
-from fusedring.config import scale_factor
-from fusedring.plan import ALGORITHMS, split_evenly
-from fusedring.testing import VirtualRanks, virtual_ranks
+from fusedring.config import ALGORITHMS, scale_factor
+from fusedring.engines.virtual_ranks import VirtualRanks, virtual_ranks
+from fusedring.plan.plan import split_evenly
 
 
 def correctness(sheet: Sheet) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fusedring.bench.parts import NotRunError, Sheet
-from fusedring.cuda_engine import CHANNELS
+from fusedring.engines.cuda import CHANNELS
 
 UNMEASURED = "not measured under the interpreter"
 

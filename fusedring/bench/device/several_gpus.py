@@ -22,9 +22,8 @@ from fusedring.bench.device.units import MB, name_of
 from fusedring.bench.gpt import loss_of
 from fusedring.bench.parts import NotRunError, Sheet
 from fusedring.bench.reference import different_bits, error_bound, exact, reduced
-from fusedring.collectives import all_reduce, close
-from fusedring.config import scale_factor
-from fusedring.plan import ALGORITHMS
+from fusedring.config import ALGORITHMS, scale_factor
+from fusedring.group.collectives import all_reduce, close
 
 
 def several_gpus(sheet: Sheet) -> None:

@@ -16,8 +16,8 @@ from fusedring.bench.device.setting import Setting
 from fusedring.bench.device.timing import hold_up, mark, median_seconds, new_stream, seconds_between, timed_run
 from fusedring.bench.device.units import MB
 from fusedring.bench.parts import Sheet
-from fusedring.cuda_engine import CHANNELS
-from fusedring.testing import VirtualRanks, virtual_ranks
+from fusedring.engines.cuda import CHANNELS
+from fusedring.engines.virtual_ranks import VirtualRanks, virtual_ranks
 
 SLOWDOWN_TARGET = 1.10
 

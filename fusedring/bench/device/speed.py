@@ -18,9 +18,9 @@ from fusedring.bench.device.setting import Setting, time_all_reduce
 from fusedring.bench.device.timing import copy_bandwidth, mark, median_seconds
 from fusedring.bench.device.units import MB, percent
 from fusedring.bench.parts import Sheet
-from fusedring.cuda_engine import CHANNELS, PARITY_BYTES
-from fusedring.gpu import Event
-from fusedring.plan import ALGORITHMS
+from fusedring.config import ALGORITHMS
+from fusedring.engines.cuda import CHANNELS, PARITY_BYTES
+from fusedring.transport.gpu import Event
 
 SPEED_TARGET = 0.85
 """Of the bandwidth of a copy, at TARGET_MB and above, with the best number of channels."""

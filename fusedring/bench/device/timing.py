@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fusedring.gpu import Event, Stream
-from fusedring.testing import VirtualCollective
+from fusedring.engines.virtual_ranks import VirtualCollective
+from fusedring.transport.gpu import Event, Stream
 
 _COPY_BYTES = 1 << 30
 _TIMEOUT_SECONDS = 10.0

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
-from fusedring.ddp import FusedRingDDP
+from fusedring.data_parallel.ddp import FusedRingDDP
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from fusedring.bench.device.trainer import Trainer, reproducible, same
 from fusedring.bench.device.units import MB, name_of, percent
 from fusedring.bench.gpt import loss_of
 from fusedring.bench.parts import NotRunError, Sheet
-from fusedring.collectives import close
-from fusedring.cuda_engine import PARITY_BYTES
-from fusedring.ddp import FusedRingDDP
+from fusedring.data_parallel.ddp import FusedRingDDP
+from fusedring.engines.cuda import PARITY_BYTES
+from fusedring.group.collectives import close
 
 
 def training(sheet: Sheet) -> None:

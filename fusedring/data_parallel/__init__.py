@@ -1,0 +1,1 @@
+"""From a gradient's hook to the averaged `.grad`."""

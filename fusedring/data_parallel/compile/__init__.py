@@ -1,0 +1,1 @@
+"""Gradients inside graphs that torch.compile made."""

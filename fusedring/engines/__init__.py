@@ -1,0 +1,1 @@
+"""What carries out one launch: on host memory, under the interpreter, on a GPU, by the group's own backend."""

@@ -1,0 +1,51 @@
+"""The group's own backend, where kernels of all ranks cannot reach each other's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from fusedring.config import accumulate_dtype
+from fusedring.plan.plan import split_evenly
+from fusedring.transport.agreement import Launch, Source
+from fusedring.transport.gpu import Gpu
+from fusedring.transport.launch_log import Ledger
+
+if TYPE_CHECKING:
+    from fusedring.kernels.region import Totals
+
+
+class Backend:
+    """Launches by the group's own backend: scale, narrow, all_reduce, widen. Its bits differ from the kernels'."""
+
+    def __init__(self, gpu: Gpu, group: dist.ProcessGroup, ledger: Ledger) -> None:
+        self.name, self.ledger = f"the group's backend ({dist.get_backend(group)})", ledger
+        self._gpu, self._group = gpu, group
+
+    def check_capture(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
+        """The backend says itself what it cannot do."""
+
+    def run(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], timeout: float) -> list[Totals]:
+        for source in sources:
+            tensor[source.start : source.start + source.tensor.numel()].copy_(source.tensor)
+        if launch.kind == "all_gather":
+            start, stop = split_evenly(launch.elements, dist.get_world_size(self._group))[dist.get_rank(self._group)]
+            mine = tensor.new_zeros(launch.elements, dtype=launch.wire)
+            mine[start:stop] = tensor[start:stop]
+        else:
+            mine = (tensor.to(accumulate_dtype(launch.dtype)) * launch.factor).to(launch.wire)
+        dist.all_reduce(mine, group=self._group)
+        tensor.copy_(mine)
+        return []
+
+    def check(self, label: str) -> None:
+        self.ledger.compare()
+
+    def stop(self) -> None:
+        """Its operations end by the group's own timeout."""
+
+    def close(self) -> None:
+        """The group is not ours."""

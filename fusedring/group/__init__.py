@@ -1,0 +1,1 @@
+"""What the ranks of one process group do together, in one order."""

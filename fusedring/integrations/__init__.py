@@ -1,0 +1,1 @@
+"""fusedring inside other people's trainers."""

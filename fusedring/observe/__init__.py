@@ -1,0 +1,1 @@
+"""What a person can see of a step: traces, reports, pictures."""

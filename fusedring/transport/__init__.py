@@ -1,0 +1,1 @@
+"""How ranks find each other, share memory, signal, compare what they are about to do, and learn that one is gone."""

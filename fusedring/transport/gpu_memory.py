@@ -1,0 +1,190 @@
+"""Memory that the kernels of all ranks can reach: regions, and the pages of host memory beside them.
+
+    peer     memory of the GPUs, mapped into each other (torch.distributed._symmetric_memory)
+    pinned   the same layout in shared host memory, registered with every GPU: where GPUs cannot reach each other
+
+torch.distributed._symmetric_memory is an alpha API, and used in this file only. Its signal pads are not used: they must
+be zero after use, and groups share them. A mapping keeps a peer's memory alive, so what a peer still writes when this
+rank has closed does no harm.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fusedring.transport.gpu import Gpu
+from fusedring.transport.kernel_status import Boards
+from fusedring.transport.launch_log import LEDGER_BYTES, Ledger
+from fusedring.transport.workspace import Workspace
+
+if TYPE_CHECKING:
+    from fusedring.kernels.region import Region
+
+
+class Way(Protocol):
+    """A way to lend memory to all ranks' kernels. Each call is made on all ranks."""
+
+    name: str
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """This rank's region, uint8."""
+        ...
+
+    def map(self) -> list[int]:
+        """The addresses of all ranks' regions, for this rank's kernels."""
+        ...
+
+    def is_full_mesh(self) -> bool:
+        """Whether this rank has a link of its own to every other, so that using all at once is faster than a ring."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it. No kernel of this rank runs any more."""
+        ...
+
+
+class Pages:
+    """Every rank's board and ledger, in shared host memory. Making it is collective."""
+
+    def __init__(self, workspace: Workspace, channels: int, timeout: float) -> None:
+        from fusedring.kernels.signals import BOARD_BYTES
+
+        nbytes = BOARD_BYTES + LEDGER_BYTES
+        self.own = workspace.allocate(nbytes, timeout=timeout)
+        location = workspace.locate(self.own)
+        assert location is not None
+        pages = [workspace.bytes_at(rank, location, nbytes) for rank in range(workspace.world_size)]
+        self.boards = Boards(workspace.rank, [page[:BOARD_BYTES] for page in pages], channels, workspace.is_lost)
+        self.ledger = Ledger(workspace.rank, [page[BOARD_BYTES:] for page in pages])
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What kernels need of all ranks' GPUs.
+
+    full_mesh: whether every two ranks have a link of their own. why_not: what stood in the way of other ways.
+    """
+
+    way: Way
+    region: Region
+    pages: Pages
+    full_mesh: bool
+    why_not: tuple[str, ...]
+
+    def close(self, gpu: Gpu) -> None:
+        """Let go of the memory. No kernel of this rank runs any more."""
+        self.way.close()
+        gpu.unregister(self.pages.own)
+
+
+class Peers:
+    """GPUs' memory, mapped into each other by torch. group: of more than one rank.
+
+    same_index: whether ranks use different GPUs that have the same index in their processes, as where each process sees
+    one GPU only. torch takes them for one GPU then, unless it is told that this is meant.
+    """
+
+    name = "peer memory"
+
+    def __init__(self, gpu: Gpu, group: dist.ProcessGroup, *, same_index: bool) -> None:
+        self._gpu, self._group, self._same_index = gpu, group, same_index
+        self._memory: torch.Tensor | None = None
+        self._handle: Any = None
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        from torch.distributed import _symmetric_memory
+
+        self._memory = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._gpu.device)
+        return self._memory
+
+    def map(self) -> list[int]:
+        from torch.distributed import _symmetric_memory
+
+        assert self._memory is not None
+        if self._same_index:
+            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        self._handle = _symmetric_memory.rendezvous(self._memory, self._group)
+        # The pointers are those of whole allocations; a tensor begins at the same offset in all of them.
+        rank = dist.get_rank(self._group)
+        offset = self._memory.data_ptr() - self._handle.buffer_ptrs[rank]
+        return [pointer + offset for pointer in self._handle.buffer_ptrs]
+
+    def is_full_mesh(self) -> bool:
+        from torch._C import _autograd, _distributed_c10d
+
+        if self._same_index:
+            return False  # the links to GPUs that this process does not see are not known
+        try:
+            detect = _distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
+            matrix = detect(_autograd.DeviceType.CUDA, "nvlink").matrix
+        except (RuntimeError, AttributeError):  # not on this platform
+            return False
+        mine = self._gpu.device.index
+        others = [links for device, links in enumerate(matrix[mine]) if device != mine]
+        return len(others) >= dist.get_world_size(self._group) - 1 and all(links > 0 for links in others)
+
+    def close(self) -> None:
+        self._handle = self._memory = None
+
+
+class Pinned:
+    """Shared host memory, registered with every rank's GPU."""
+
+    name = "pinned host memory"
+
+    def __init__(self, gpu: Gpu, workspace: Workspace, timeout: float) -> None:
+        self._gpu, self._workspace, self._timeout = gpu, workspace, timeout
+        self._memory: torch.Tensor | None = None
+        self._registered: list[torch.Tensor] = []
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self._memory = self._workspace.allocate(nbytes, timeout=self._timeout)
+        return self._memory
+
+    def map(self) -> list[int]:
+        assert self._memory is not None
+        location = self._workspace.locate(self._memory)
+        assert location is not None
+        addresses = []
+        for rank in range(self._workspace.world_size):
+            region = self._workspace.bytes_at(rank, location, self._memory.nbytes)
+            addresses.append(self._gpu.register(region))
+            self._registered.append(region)
+        return addresses
+
+    def is_full_mesh(self) -> bool:
+        return True  # all ranks are as far away
+
+    def close(self) -> None:
+        while self._registered:
+            self._gpu.unregister(self._registered.pop())
+        self._memory = None
+
+
+class Alone:
+    """What a lone rank needs: nobody else's memory."""
+
+    name = "its own memory"
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._memory: torch.Tensor | None = None
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self._memory = self._gpu.zeros(nbytes)
+        return self._memory
+
+    def map(self) -> list[int]:
+        assert self._memory is not None
+        return [self._memory.data_ptr()]
+
+    def is_full_mesh(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._memory = None
