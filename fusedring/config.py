@@ -79,6 +79,17 @@ def check_timeout(timeout: float | None) -> None:
         )
 
 
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """'float32' for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The inverse of `dtype_name`, for dtypes that are reduced."""
+    return _DTYPE_OF[name]
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which contributions to a tensor of `dtype` are scaled and summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -123,6 +134,9 @@ def scale_factor(op: str, scale: float | None, world_size: int, dtype: torch.dty
     if op == "avg":
         factor /= world_size
     return factor if accumulate_dtype(dtype) == torch.float64 else _as_float32(factor)
+
+
+_DTYPE_OF = {dtype_name(dtype): dtype for dtype in DTYPES}
 
 
 @functools.lru_cache(maxsize=256)

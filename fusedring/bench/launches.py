@@ -11,7 +11,8 @@ import torch
 
 from fusedring.bench.no_driver import no_driver
 from fusedring.engines.kernel_launches import Windows
-from fusedring.transport.agreement import Launch, Source
+from fusedring.plan.launch import Launch
+from fusedring.transport.source import Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def launch_cost(*, elements: int, tensors: int, repeats: int = 200) -> LaunchCos
     flat = torch.zeros(elements)
     size = elements // tensors // 16 * 16
     sets = [[Source(i * size, torch.zeros(size)) for i in range(tensors)] for _ in range(2)]
-    launch = Launch("all_reduce", "ring", elements, torch.float32, torch.bfloat16)
+    launch = Launch("all_reduce", "ring", elements, "float32", "bfloat16")
 
     def prepare(turn: int) -> Callable[[], object]:
         return lambda: windows.of(launch, flat, sets[turn % 2])

@@ -22,7 +22,7 @@ from torch import nn
 from fusedring.data_parallel.ddp import FusedRingDDP
 from fusedring.group.communicator import Communicator
 from fusedring.group.work import Work
-from fusedring.transport.agreement import Launch
+from fusedring.plan.launch import Launch
 
 
 @dataclass(frozen=True, slots=True)

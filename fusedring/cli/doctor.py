@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 
 from fusedring.bench.self_test import BANDWIDTH_BYTES, TIMEOUT_SECONDS, SelfTest, self_test
-from fusedring.group.communicator import ONE_SHOT_BYTES, ONE_SHOT_BYTES_ON_GPUS
 from fusedring.group.spawn import RanksFailedError, launch
 from fusedring.observe.pictures import MATPLOTLIB_MISSING, has_matplotlib
+from fusedring.plan.policy import ONE_SHOT_BYTES, ONE_SHOT_BYTES_ON_GPUS
 from fusedring.transport import memfd
 from fusedring.transport.host_signals import check_machine, cores
 from fusedring.version import OLDEST_TORCH, TESTED_TORCH, TESTED_TRITON, __version__

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fusedring.config import DTYPES
+from fusedring.config import DTYPES, dtype_name
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -79,7 +79,7 @@ class Variant:
     @property
     def name(self) -> str:
         """As in 'ring_all_reduce[float32,bfloat16]'."""
-        dtype, wire = (str(d).removeprefix("torch.") for d in (self.dtype, self.wire))
+        dtype, wire = map(dtype_name, (self.dtype, self.wire))
         return f"{self.kernel}[{dtype},{wire}]"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fusedring.config import check_engine
+from fusedring.config import check_engine, dtype_name
 from fusedring.errors import MismatchError
 from fusedring.group.communicator import Communicator
 
@@ -88,6 +88,6 @@ def check_agreement(communicator: Communicator, mine: Sequence[str], *, timeout:
 
 def in_words(what: str, name: str, tensor: torch.Tensor) -> str:
     """A parameter or buffer, as far as ranks have to agree on it."""
-    kind = str(tensor.dtype).removeprefix("torch.")
+    kind = dtype_name(tensor.dtype)
     frozen = " (requires_grad=False)" if what == "parameter" and not tensor.requires_grad else ""
     return f"{what} {name} {kind} {list(tensor.shape)}{frozen}"

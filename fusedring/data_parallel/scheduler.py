@@ -34,7 +34,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedring.config import RingConfig, scale_factor
+from fusedring.config import RingConfig, dtype_name, scale_factor
 from fusedring.data_parallel.announcements import Announcements, more_than_announced, twice
 from fusedring.data_parallel.buckets import Bucket, Entry, count
 from fusedring.data_parallel.compile.dynamo import undisturbed
@@ -45,7 +45,9 @@ from fusedring.group.communicator import Communicator
 from fusedring.group.work import Batch, Work
 from fusedring.observe.report import BucketReport, LaunchReport, StepReport, overlapped_fraction
 from fusedring.observe.tracing import BACKWARD, WAIT, Track, recording
-from fusedring.transport.agreement import Launch, Source
+from fusedring.plan.launch import Launch
+from fusedring.transport.agreement import Wrapping
+from fusedring.transport.source import Source
 
 READ_IN_PLACE = 2048
 """Elements from which on a gradient is read by the kernels where autograd left it: the largest tile. Smaller ones are
@@ -220,7 +222,7 @@ class Scheduler:
     def announce_wrapping(self, parameters: int) -> None:
         """All ranks make their buckets anew, for so many parameters. Raises MismatchError where one does not."""
         with self._catching_up():
-            self._communicator.announce("wrap", parameters, step=self._next_number, wrapper=self._wrapper)
+            self._communicator.announce(Wrapping(parameters, self._next_number, self._wrapper))
 
     def expect_nothing(self) -> None:
         """The forward before the next backward was not synced."""
@@ -536,8 +538,8 @@ class Scheduler:
             kind="all_reduce",
             algorithm=self._communicator.resolve(self._config.algorithm, flat.nbytes, flat.device),
             elements=flat.numel(),
-            dtype=flat.dtype,
-            wire=self._config.wire or flat.dtype,
+            dtype=dtype_name(flat.dtype),
+            wire=dtype_name(self._config.wire or flat.dtype),
             factor=scale_factor("avg", None, self._divided_by, flat.dtype),
             engine=self._engine,
             wrapper=self._wrapper,

@@ -23,6 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
 
+from fusedring.config import dtype_name
 from fusedring.data_parallel.scheduler import Scheduler
 from fusedring.data_parallel.uneven_inputs import UnevenInputs
 from fusedring.data_parallel.user_hook import CommHook, Hook
@@ -274,7 +275,7 @@ class TorchContract(DistributedDataParallel):
             "static_graph": int(self.static_graph),
             "backend_name": "" if self.process_group is None else dist.get_backend(self.process_group),
             "iteration": scheduler.steps if scheduler is not None else 0,
-            "dtypes": ", ".join(dict.fromkeys(str(p.dtype).removeprefix("torch.") for _, p in trainable)),
+            "dtypes": ", ".join(dict.fromkeys(dtype_name(p.dtype) for _, p in trainable)),
             "total_parameter_size_bytes": sum(p.nbytes for _, p in trainable),
             "num_parameter_tensors": len(trainable),
             "bucket_sizes": ", ".join(map(str, scheduler.bucket_bytes)) if scheduler is not None else "",

@@ -16,7 +16,7 @@ import torch
 
 from fusedring.data_parallel.buckets import Bucket
 from fusedring.group.work import Work
-from fusedring.transport.agreement import Outcome
+from fusedring.plan.launch import Outcome
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from fusedring.config import accumulate_dtype
+from fusedring.config import accumulate_dtype, torch_dtype
+from fusedring.plan.launch import Launch
 from fusedring.plan.plan import split_evenly
-from fusedring.transport.agreement import Launch, Source
 from fusedring.transport.gpu import Gpu
 from fusedring.transport.launch_log import Ledger
+from fusedring.transport.source import Source
 
 if TYPE_CHECKING:
     from fusedring.kernels.region import Totals
@@ -29,14 +30,15 @@ class Backend:
         """The backend says itself what it cannot do."""
 
     def run(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], timeout: float) -> list[Totals]:
+        wire = torch_dtype(launch.wire)
         for source in sources:
             tensor[source.start : source.start + source.tensor.numel()].copy_(source.tensor)
         if launch.kind == "all_gather":
             start, stop = split_evenly(launch.elements, dist.get_world_size(self._group))[dist.get_rank(self._group)]
-            mine = tensor.new_zeros(launch.elements, dtype=launch.wire)
+            mine = tensor.new_zeros(launch.elements, dtype=wire)
             mine[start:stop] = tensor[start:stop]
         else:
-            mine = (tensor.to(accumulate_dtype(launch.dtype)) * launch.factor).to(launch.wire)
+            mine = (tensor.to(accumulate_dtype(tensor.dtype)) * launch.factor).to(wire)
         dist.all_reduce(mine, group=self._group)
         tensor.copy_(mine)
         return []

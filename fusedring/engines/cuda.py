@@ -20,13 +20,14 @@ import torch
 
 from fusedring.engines.kernel_launches import Window, Windows
 from fusedring.errors import FusedRingError
+from fusedring.plan.launch import Launch
 from fusedring.transport import agreement as launching
-from fusedring.transport.agreement import Launch, Source
 from fusedring.transport.gpu import Event, Gpu, Stream
 from fusedring.transport.gpu_memory import Lent
 from fusedring.transport.kernel_status import Watch
 from fusedring.transport.launch_log import Ledger
 from fusedring.transport.pinned import Staging
+from fusedring.transport.source import Source
 from fusedring.transport.workspace import Workspace
 
 if TYPE_CHECKING:

@@ -24,10 +24,12 @@ from typing import Final
 
 import torch
 
+from fusedring.config import torch_dtype
 from fusedring.engines.arithmetic import CHUNK_ELEMENTS, Arithmetic
+from fusedring.plan.launch import Launch, Outcome
 from fusedring.plan.plan import ALIGNMENT, COLLECTING, Plan, make_plan
 from fusedring.transport import agreement as launching
-from fusedring.transport.agreement import Launch, Location, Outcome, Source
+from fusedring.transport.source import Location, Source
 from fusedring.transport.workspace import Workspace
 
 DONE: Final = (1 << 32) - 1
@@ -41,7 +43,7 @@ class HostEngine:
 
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
-        self._arithmetics: dict[tuple[torch.dtype, torch.dtype], Arithmetic] = {}
+        self._arithmetics: dict[tuple[str, str], Arithmetic] = {}
 
     @torch.no_grad()
     def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float, sources: Sequence[Source] = ()) -> Outcome:
@@ -75,9 +77,9 @@ class HostEngine:
                 job.copy_out(window)
         return Outcome(started)
 
-    def _arithmetic(self, dtype: torch.dtype, wire: torch.dtype) -> Arithmetic:
+    def _arithmetic(self, dtype: str, wire: str) -> Arithmetic:
         if (dtype, wire) not in self._arithmetics:
-            self._arithmetics[dtype, wire] = Arithmetic(dtype, wire)
+            self._arithmetics[dtype, wire] = Arithmetic(torch_dtype(dtype), torch_dtype(wire))
         return self._arithmetics[dtype, wire]
 
 
@@ -115,7 +117,7 @@ class _Job:
         ]
 
     def slot_piece(self, rank: int, epoch: int, span: int, elements: int) -> torch.Tensor:
-        base = self.workspace.slot(rank, epoch % 2).view(self.launch.dtype)
+        base = self.workspace.slot(rank, epoch % 2).view(self.tensor.dtype)
         return _cut(base, span * self.capacity, span * self.capacity + elements)
 
     def piece(self, window: tuple[Span, ...], rank: int, span: int) -> torch.Tensor:
@@ -128,7 +130,7 @@ class _Job:
             return _cut(self.tensor, start, stop)
         size = self.tensor.itemsize
         place = Location(location.arena, location.offset + start * size)
-        return self.workspace.bytes_at(rank, place, (stop - start) * size).view(self.launch.dtype)
+        return self.workspace.bytes_at(rank, place, (stop - start) * size).view(self.tensor.dtype)
 
     def copy_in(self, window: tuple[Span, ...]) -> None:
         """Before the meeting of the next epoch, this rank's share goes to its slot of that epoch."""

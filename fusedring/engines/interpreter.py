@@ -19,9 +19,10 @@ import torch
 
 from fusedring.engines.kernel_launches import Window, Windows
 from fusedring.errors import FusedRingError
+from fusedring.plan.launch import Launch, Outcome
 from fusedring.transport import agreement as launching
-from fusedring.transport.agreement import Launch, Outcome, Source
 from fusedring.transport.kernel_status import Boards, Watch
+from fusedring.transport.source import Source
 from fusedring.transport.workspace import Workspace
 
 PARITY_BYTES = 8 << 20

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusedring.config import torch_dtype
+from fusedring.plan.launch import Launch
 from fusedring.plan.plan import ALIGNMENT, make_plan
-from fusedring.transport.agreement import Launch, Source
+from fusedring.transport.source import Source
 
 if TYPE_CHECKING:
     from fusedring.kernels.region import How, Prepared, Region, Totals
@@ -104,9 +106,9 @@ class Windows:
             return []
         region, runs, device = self._region, _runs(tensor, sources), tensor.device
         plan = make_plan(launch.kind, launch.algorithm, region.world, launch.elements)
-        span = self._span(launch)
+        span, wire = self._span(launch), torch_dtype(launch.wire)
         # A row has SIGNAL_ROW signals, for the chunks of all segments.
-        chunk = max(CHUNK_BYTES // launch.wire.itemsize, -(-span // (SIGNAL_ROW.value // region.world)))
+        chunk = max(CHUNK_BYTES // wire.itemsize, -(-span // (SIGNAL_ROW.value // region.world)))
         chunk = -(-chunk // ALIGNMENT) * ALIGNMENT
         windows = []
         for at in range(0, max(stop - start for start, stop in plan.parts), span):
@@ -116,7 +118,7 @@ class Windows:
             if _holds_all(launch):  # the windows of all segments lie one behind the other in a row
                 origins = [start - segment * span for segment, (start, _) in enumerate(segments)]
             table = Table(
-                segments, runs, tensor, origins, chunk_elements=chunk, block=block_of(launch.wire), write=self._write
+                segments, runs, tensor, origins, chunk_elements=chunk, block=block_of(wire), write=self._write
             )
             totals = Totals(
                 torch.zeros(region.channels, device=device),
@@ -137,7 +139,7 @@ class Windows:
             rows = ring_rows(world)
         else:
             rows = direct_rows(launch.algorithm if _holds_all(launch) else "two_shot", world)
-        elements = row_bytes(self._region, rows) // launch.wire.itemsize
+        elements = row_bytes(self._region, rows) // torch_dtype(launch.wire).itemsize
         if _holds_all(launch):
             elements //= world
         assert elements >= ALIGNMENT, "the slots are too small for so many ranks"
@@ -150,7 +152,7 @@ def prepare(launch: Launch, table: Table, region: Region, totals: Totals) -> Pre
 
     scatter, gather = launch.kind != "all_gather", launch.kind != "reduce_scatter"
     scale = launch.factor if scatter else 1.0
-    how: How = {"dtype": launch.dtype, "wire": launch.wire, "scale": scale}
+    how: How = {"dtype": torch_dtype(launch.dtype), "wire": torch_dtype(launch.wire), "scale": scale}
     if launch.algorithm == "ring":
         kinds = {
             "all_reduce": ring.ring_all_reduce,

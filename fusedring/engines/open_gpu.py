@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fusedring.config import dtype_name
 from fusedring.engines.kernel_launches import Windows
 from fusedring.errors import FusedRingError
-from fusedring.transport.agreement import Launch
+from fusedring.plan.launch import Launch
 from fusedring.transport.gpu import Gpu
 from fusedring.transport.gpu_memory import Lent, Pages, Way
 from fusedring.transport.kernel_status import Boards
@@ -138,7 +139,8 @@ class _Attempt:
         """Run one kernel to its end."""
         from fusedring.kernels.tiles import write_now
 
-        gpu, launch = self._gpu, Launch("all_reduce", algorithm, x.numel(), x.dtype, x.dtype)
+        gpu, dtype = self._gpu, dtype_name(x.dtype)
+        launch = Launch("all_reduce", algorithm, x.numel(), dtype, dtype)
         gpu.order(gpu.current_stream(), gpu.comm)
         with gpu.on(gpu.comm):
             for window in Windows(region, write_now).build(launch, x, ()):

@@ -28,11 +28,12 @@ from fusedring.config import (
     check_engine,
     check_timeout,
     check_wire_dtype,
+    dtype_name,
     scale_factor,
 )
 from fusedring.engines.kernel_launches import Windows
 from fusedring.errors import FusedRingError
-from fusedring.transport.agreement import Launch
+from fusedring.plan.launch import Launch
 from fusedring.transport.gpu import Cuda, Event, Stream
 from fusedring.transport.kernel_status import Boards
 
@@ -169,7 +170,9 @@ class VirtualRanks:
         wire = check_wire_dtype(wire_dtype)
         assert wire is None or isinstance(wire, torch.dtype)
         factor = scale_factor(op, scale, self.world_size, first.dtype)
-        launch = Launch(kind, algorithm, first.numel(), first.dtype, wire or first.dtype, factor, "triton")
+        launch = Launch(
+            kind, algorithm, first.numel(), dtype_name(first.dtype), dtype_name(wire or first.dtype), factor, "triton"
+        )
         detached = [tensor.detach() for tensor in tensors]
         return VirtualCollective(self._place, self._regions, self._boards, launch, detached)
 

@@ -14,12 +14,13 @@ from fusedring.config import (
     check_dtype,
     check_engine,
     check_timeout,
+    dtype_name,
     scale_factor,
 )
 from fusedring.group.communicator import close, communicator_of
 from fusedring.group.work import Work
+from fusedring.plan.launch import Launch
 from fusedring.plan.plan import split_evenly
-from fusedring.transport.agreement import Launch
 
 __all__ = ["Work", "all_gather", "all_reduce", "close", "empty", "reduce_scatter"]
 
@@ -176,8 +177,8 @@ def _collective(
         kind,
         communicator.resolve(config.algorithm, tensor.nbytes, tensor.device),
         tensor.numel(),
-        tensor.dtype,
-        config.wire or tensor.dtype,
+        dtype_name(tensor.dtype),
+        dtype_name(config.wire or tensor.dtype),
         scale_factor(op, scale, communicator.world_size, tensor.dtype),
         engine,
     )

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fusedring.config import torch_dtype
 from fusedring.engines.backend import Backend
 from fusedring.engines.cuda import CHANNELS, PARITY_BYTES, CudaEngine, Kernels
 from fusedring.engines.host import HostEngine
@@ -32,18 +33,15 @@ from fusedring.errors import FusedRingError, MismatchError, NotCapturedError, Ou
 from fusedring.group.work import Batch, GpuWork, Work
 from fusedring.log import logger
 from fusedring.observe.tracing import COMMUNICATION, Track, recording
+from fusedring.plan import policy
+from fusedring.plan.launch import Launch, Outcome
 from fusedring.transport import agreement as launching
-from fusedring.transport.agreement import Launch, Outcome, Source
+from fusedring.transport.agreement import Message, Opening
 from fusedring.transport.gpu import Cuda, Gpu, Stream
 from fusedring.transport.gpu_memory import Alone, Pages, Peers, Pinned, Way
 from fusedring.transport.rendezvous import Rendezvous, group_timeout
+from fusedring.transport.source import Source
 from fusedring.transport.workspace import Workspace
-
-ONE_SHOT_BYTES = 32 << 10
-"""Up to this tensor size 'auto' means one_shot, above it two_shot (see benchmarks/collectives.py)."""
-
-ONE_SHOT_BYTES_ON_GPUS = 256 << 10
-"""The same between GPUs: where torch's own selector changes (IntraNodeComm). Not measured here."""
 
 
 class _Profiled:
@@ -95,22 +93,20 @@ class Communicator:
         self.closed = False
         try:
             # 'auto' means what group rank 0's table says, on all ranks.
-            tables = self.exchange(ONE_SHOT_BYTES, timeout=limit, purpose="agree on algorithms")
+            tables = self.exchange(policy.ONE_SHOT_BYTES, timeout=limit, purpose="agree on algorithms")
         except BaseException:
             self._workspace.close()
             raise
-        self._one_shot_bytes = int(tables[0])
+        self._rules = policy.rules_in_host_memory(int(tables[0]))
 
     def resolve(self, algorithm: str, nbytes: int, device: torch.device) -> str:
         """`algorithm`, or what 'auto' stands for with a tensor of `nbytes` bytes on `device`."""
         if algorithm != "auto":
             return algorithm
-        if device not in self._on_gpus:
-            return "one_shot" if nbytes <= self._one_shot_bytes else "two_shot"
-        if nbytes <= ONE_SHOT_BYTES_ON_GPUS:
-            return "one_shot"
-        # Both move the same bytes, two_shot in fewer steps; but where links are shared it meets itself on them.
-        return "two_shot" if self.world_size <= 2 or self._on_gpus[device].full_mesh else "ring"
+        engine, rules = self._on_gpus.get(device), self._rules
+        if engine is not None:
+            rules = policy.rules_on_gpus(self.world_size, full_mesh=engine.full_mesh)
+        return policy.algorithm_for(nbytes, rules)
 
     def number_wrapper(self) -> int:
         """A number for one more wrapper; the same on all ranks if they make their wrappers in the same order."""
@@ -149,13 +145,12 @@ class Communicator:
             )
         return "triton"
 
-    def announce(self, kind: str, number: int, *, step: int, wrapper: int) -> None:
+    def announce(self, message: Message) -> None:
         """Meet all ranks, who must announce the same (collective): MismatchError otherwise, with nothing written."""
-        self._in_order(lambda: self._meet(kind, number, self.default_timeout, step=step, wrapper=wrapper))
+        self._in_order(lambda: self._meet(message, self.default_timeout))
 
-    def _meet(self, kind: str, number: int, limit: float, *, step: int = -1, wrapper: int = -1) -> None:
-        request = Launch(kind, "ring", number, torch.float32, torch.float32, step=step, wrapper=wrapper)
-        launching.agree(self._workspace.meet(launching.pack(request, None), timeout=limit))
+    def _meet(self, message: Message, limit: float) -> None:
+        launching.agree(self._workspace.meet(launching.pack(message), timeout=limit))
 
     def gpu_engine(self, device: torch.device) -> CudaEngine | None:
         """What starts launches on `device`; None where the host engine or the interpreter runs them."""
@@ -163,7 +158,7 @@ class Communicator:
 
     def _open_gpu(self, gpu: Gpu, channels: int, limit: float) -> None:
         """Find out how kernels of all ranks reach each other's memory (collective)."""
-        self._meet("open", channels, limit)
+        self._meet(Opening(channels), limit)
         exchange = partial(self._rendezvous.exchange, timeout=limit)
         pages = Pages(self._workspace, channels, limit)
         ways: list[Way] = [Alone(gpu)]
@@ -319,9 +314,9 @@ class Communicator:
             launch.label,
             begun,
             ended,
-            bytes=launch.elements * launch.dtype.itemsize,
+            bytes=launch.elements * torch_dtype(launch.dtype).itemsize,
             algorithm=launch.algorithm,
-            wire=str(launch.wire).removeprefix("torch."),
+            wire=launch.wire,
             wrapper=launch.wrapper,
             step=launch.step,
         )

@@ -13,7 +13,7 @@ import torch
 from fusedring.config import check_timeout
 from fusedring.engines.cuda import CudaEngine, Pending
 from fusedring.errors import CollectiveTimeoutError
-from fusedring.transport.agreement import Outcome
+from fusedring.plan.launch import Outcome
 
 
 @dataclass(slots=True)

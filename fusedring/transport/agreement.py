@@ -1,117 +1,113 @@
-"""What one launch does, in the form in which ranks show it to each other before anything is written.
+"""What a rank is about to do, in the form in which ranks show it to each other before anything is written.
 
-Every rank packs its `Launch` into a header of `HEADER_BYTES` bytes. The first `_AGREED_BYTES` must be equal on all
-ranks; `agree` words the difference, and since every rank sees every header, the text is the same everywhere.
-The rest tells peers where a rank's tensor lies.
+Every rank packs its *message*, mostly a launch, into a header of `HEADER_BYTES` bytes. The first `_AGREED_BYTES` must
+be equal on all ranks; `agree` words the difference, and since every rank sees every header, the text is the same
+everywhere. The rest tells peers where a rank's tensor lies.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
+from typing import ClassVar
 
-import torch
-
-from fusedring.config import ALGORITHMS, DTYPES, ENGINES, KINDS
+from fusedring.config import ALGORITHMS, DTYPES, ENGINES, KINDS, dtype_name
 from fusedring.errors import MismatchError
-
-LAUNCH_KINDS = (*KINDS, "empty", "open", "wrap")
-STAGED = -1
-"""`arena` of a tensor outside the workspace: it travels through the rank's staging slot."""
-
-_LAYOUT = struct.Struct("<qqqqqdqqqqqq")
-_WHERE = struct.Struct("<qq")
-HEADER_BYTES = _LAYOUT.size
-_AGREED_BYTES = HEADER_BYTES - _WHERE.size
+from fusedring.plan.launch import Launch
+from fusedring.transport.source import Location
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
-    """Where a tensor begins in the workspace: `offset` bytes into this rank's region of arena number `arena`."""
+class Allocation:
+    """Memory in the workspace, so many bytes for each rank."""
 
-    arena: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One collective on one tensor.
-
-    kind: 'all_reduce', 'reduce_scatter', 'all_gather', 'empty' (an allocation; `elements` is bytes per rank), 'open'
-        (of a GPU; `elements` is channels) or 'wrap' (of a module that has changed; `elements` is parameters).
-    wire: dtype that crosses between ranks, never None here.
-    factor: what each contribution is multiplied by. engine: 'host' or 'triton'.
-    wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training). Wrappers are
-        numbered as they were made.
-    """
-
-    kind: str
-    algorithm: str
-    elements: int
-    dtype: torch.dtype
-    wire: torch.dtype
-    factor: float = 1.0
-    engine: str = "host"
-    wrapper: int = -1
-    step: int = -1
-    bucket: int = -1
+    nbytes: int
+    step: ClassVar[int] = -1
 
     @property
-    def label(self) -> str:
-        """Its name in profiles and traces."""
-        return f"fusedring::{self.kind}" + (f"[bucket={self.bucket}]" if self.bucket >= 0 else "")
+    def words(self) -> str:
+        """As `Launch.words`."""
+        return f"empty of {self.nbytes} bytes"
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """Elements [start, start + tensor.numel()) are read from `tensor`, a vector of the launch's dtype."""
+class Opening:
+    """The opening of a GPU."""
 
-    start: int
-    tensor: torch.Tensor
+    channels: int
+    step: ClassVar[int] = -1
+
+    @property
+    def words(self) -> str:
+        """As `Launch.words`."""
+        return f"the first collective on a GPU, with {self.channels} channels"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """started: time.perf_counter() when all ranks had come.
+class Wrapping:
+    """New buckets for a module that has changed, before a step of training."""
 
-    squares, unbounded: where the engine gives them, the sum of squares of the results that this rank completed (its
-    part), and whether one of them is inf or NaN.
-    """
+    parameters: int
+    step: int
+    wrapper: int
 
-    started: float
-    squares: float | None = None
-    unbounded: bool | None = None
+    @property
+    def words(self) -> str:
+        """As `Launch.words`."""
+        return f"the module of wrapper {self.wrapper} has changed, now {self.parameters} trainable parameters"
 
 
-def pack(launch: Launch, location: Location | None) -> bytes:
-    """The header of `launch` at a rank whose tensor lies at `location` (None: outside the workspace)."""
-    where = location or Location(STAGED, 0)
-    return _LAYOUT.pack(
-        LAUNCH_KINDS.index(launch.kind),
-        ALGORITHMS.index(launch.algorithm),
-        launch.elements,
-        DTYPES.index(launch.dtype) if launch.kind != "empty" else 0,
-        DTYPES.index(launch.wire) if launch.kind != "empty" else 0,
-        launch.factor,
-        ENGINES.index(launch.engine),
-        launch.wrapper,
-        launch.step,
-        launch.bucket,
-        where.arena,
-        where.offset,
+Message = Launch | Allocation | Opening | Wrapping
+
+_MESSAGES = (Launch, Allocation, Opening, Wrapping)
+_DTYPES = tuple(map(dtype_name, DTYPES))
+
+_LAUNCH = struct.Struct("<qqqqqqdqqqq")
+_NUMBERS = struct.Struct("<qqqq")
+"""The layout of every other message: which one it is, and its fields, as far as there are any."""
+_WHERE = struct.Struct("<qq")
+_AGREED_BYTES = _LAUNCH.size
+HEADER_BYTES = _AGREED_BYTES + _WHERE.size
+_STAGED = _WHERE.pack(-1, 0)
+"""The place of a tensor outside the workspace: it travels through the rank's staging slot."""
+
+
+def pack(message: Message, location: Location | None = None) -> bytes:
+    """The header of `message` at a rank whose tensor lies at `location` (None: outside the workspace)."""
+    where = _STAGED if location is None else _WHERE.pack(location.arena, location.offset)
+    if not isinstance(message, Launch):
+        numbers = (*astuple(message), 0, 0, 0)[:3]
+        return _NUMBERS.pack(_MESSAGES.index(type(message)), *numbers).ljust(_AGREED_BYTES, b"\0") + where
+    agreed = _LAUNCH.pack(
+        0,
+        KINDS.index(message.kind),
+        ALGORITHMS.index(message.algorithm),
+        message.elements,
+        _DTYPES.index(message.dtype),
+        _DTYPES.index(message.wire),
+        message.factor,
+        ENGINES.index(message.engine),
+        message.wrapper,
+        message.step,
+        message.bucket,
     )
+    return agreed + where
 
 
-def unpack(header: bytes) -> tuple[Launch, Location | None]:
+def unpack(header: bytes) -> tuple[Message, Location | None]:
     """The inverse of `pack`."""
-    kind, algorithm, elements, dtype, wire, factor, engine, wrapper, step, bucket, _, _ = _LAYOUT.unpack(header)
+    which, *numbers = _NUMBERS.unpack_from(header)
+    message = _MESSAGES[which]
+    if message is not Launch:
+        return message(*numbers[: len(fields(message))]), _location(header)
+    _, kind, algorithm, elements, dtype, wire, factor, engine, wrapper, step, bucket = _LAUNCH.unpack_from(header)
     launch = Launch(
-        kind=LAUNCH_KINDS[kind],
+        kind=KINDS[kind],
         algorithm=ALGORITHMS[algorithm],
         elements=elements,
-        dtype=DTYPES[dtype],
-        wire=DTYPES[wire],
+        dtype=_DTYPES[dtype],
+        wire=_DTYPES[wire],
         factor=factor,
         engine=ENGINES[engine],
         wrapper=wrapper,
@@ -122,25 +118,25 @@ def unpack(header: bytes) -> tuple[Launch, Location | None]:
 
 
 def agree(headers: Sequence[bytes], *, so: str = "nothing was written") -> list[Location | None]:
-    """Every rank's location. Raises MismatchError where the ranks' launches differ. so: what came of it."""
+    """Every rank's location. Raises MismatchError where the ranks' messages differ. so: what came of it."""
     first = headers[0][:_AGREED_BYTES]
     if any(header[:_AGREED_BYTES] != first for header in headers):  # as bytes: a NaN equals itself
-        launches = [unpack(header)[0] for header in headers]
-        error = MismatchError(_difference(launches, so))
-        error.latest_step = max(launch.step for launch in launches)
+        messages = [unpack(header)[0] for header in headers]
+        error = MismatchError(_difference(messages, so))
+        error.latest_step = max(message.step for message in messages)
         raise error
     return [_location(header) for header in headers]
 
 
 def _location(header: bytes) -> Location | None:
-    arena, offset = _WHERE.unpack_from(header, _AGREED_BYTES)
-    return None if arena == STAGED else Location(arena, offset)
+    where = header[_AGREED_BYTES:HEADER_BYTES]
+    return None if where == _STAGED else Location(*_WHERE.unpack(where))
 
 
-def _difference(launches: Sequence[Launch], so: str) -> str:
+def _difference(messages: Sequence[Message], so: str) -> str:
     ranks_of: dict[str, list[int]] = {}
-    for rank, launch in enumerate(launches):
-        ranks_of.setdefault(_in_words(launch), []).append(rank)
+    for rank, message in enumerate(messages):
+        ranks_of.setdefault(message.words, []).append(rank)
     sides = "; ".join(
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {words}"
         for words, ranks in ranks_of.items()
@@ -149,23 +145,3 @@ def _difference(launches: Sequence[Launch], so: str) -> str:
         f"ranks launched different collectives, {so} ({sides}). "
         "Every rank must make the same calls in the same order with the same arguments"
     )
-
-
-def _in_words(launch: Launch) -> str:
-    if launch.kind == "empty":
-        return f"empty of {launch.elements} bytes"
-    if launch.kind == "open":
-        return f"the first collective on a GPU, with {launch.elements} channels"
-    if launch.kind == "wrap":
-        return f"the module of wrapper {launch.wrapper} has changed, now {launch.elements} trainable parameters"
-    words = f"{launch.kind} of {launch.elements} elements of {_short(launch.dtype)}, {launch.algorithm}"
-    if launch.wire != launch.dtype:
-        words += f", wire {_short(launch.wire)}"
-    words += f", factor {launch.factor:.9g}, engine {launch.engine}"
-    if launch.step >= 0:
-        words += f", bucket {launch.bucket} of step {launch.step} of wrapper {launch.wrapper}"
-    return words
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -31,9 +31,10 @@ import torch
 
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, OutOfMemoryError, PeerLostError
 from fusedring.transport import agreement, memfd
-from fusedring.transport.agreement import HEADER_BYTES, Launch, Location
+from fusedring.transport.agreement import HEADER_BYTES, Allocation
 from fusedring.transport.host_signals import Signal, check_machine, cores
 from fusedring.transport.rendezvous import Rendezvous
+from fusedring.transport.source import Location
 
 SLOT_BYTES: Final = 2 << 20
 """A staging slot: small enough that the slots of all ranks stay in the last-level cache."""
@@ -135,8 +136,7 @@ class Workspace:
 
     def _add_arena(self, nbytes: int, *, timeout: float) -> int:
         """Map a new arena of `nbytes` bytes per rank. All ranks do, or all raise the same error."""
-        request = agreement.pack(Launch("empty", "ring", nbytes, torch.float32, torch.float32), None)
-        agreement.agree(self.meet(request, timeout=timeout))
+        agreement.agree(self.meet(agreement.pack(Allocation(nbytes)), timeout=timeout))
         total, fd, failure = _arena_bytes(nbytes, self.world_size), -1, 0
         try:
             try:

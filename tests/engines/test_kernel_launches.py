@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from fusedring.bench.no_driver import STREAM, NoDriver, no_driver
+from fusedring.config import dtype_name
 from fusedring.engines.kernel_launches import Window, Windows
 from fusedring.kernels.region import Region
 from fusedring.kernels.signals import NVIDIA
 from fusedring.kernels.tiles import write_now
-from fusedring.transport.agreement import Launch, Source
+from fusedring.plan.launch import Launch
+from fusedring.transport.source import Source
 
 CHANNELS = 12
 
@@ -41,7 +43,7 @@ def windows_of(launch: Launch, x: torch.Tensor, rank: int = 0, sources: tuple[So
     ],
 )
 def test_later_launches_give_the_driver_what_the_first_did(driver, kind, algorithm, dtype, wire):
-    launch = Launch(kind, algorithm, 100_000, dtype, wire, 1 / 3, "triton")
+    launch = Launch(kind, algorithm, 100_000, dtype_name(dtype), dtype_name(wire), 1 / 3, "triton")
     x = torch.zeros(100_000, dtype=dtype)
     (window,) = windows_of(launch, x)
     for _ in range(3):
@@ -63,7 +65,7 @@ def test_later_launches_give_the_driver_what_the_first_did(driver, kind, algorit
 def test_ranks_patience_and_scale_do_not_compile_anew(driver):
     x = torch.zeros(50_000)
     for rank, factor, patience in ((0, 1.0, 1), (1, 0.25, 16), (3, -1e-30, 1 << 62)):
-        launch = Launch("all_reduce", "two_shot", 50_000, torch.float32, torch.float16, factor, "triton")
+        launch = Launch("all_reduce", "two_shot", 50_000, "float32", "float16", factor, "triton")
         (window,) = windows_of(launch, x, rank)
         window.kernel.launch(x, patience)
     assert len(driver.launches) == 3
@@ -71,7 +73,7 @@ def test_ranks_patience_and_scale_do_not_compile_anew(driver):
 
 
 def test_a_tensor_that_is_not_aligned_has_a_kernel_of_its_own(driver):
-    launch = Launch("all_reduce", "ring", 50_000, torch.float32, torch.float32, 1.0, "triton")
+    launch = Launch("all_reduce", "ring", 50_000, "float32", "float32", 1.0, "triton")
     storage = torch.zeros(50_001)
     for x in (storage[:50_000], storage[1:]):
         (window,) = windows_of(launch, x)

@@ -218,9 +218,10 @@ def test_a_lone_rank_needs_no_peers():
 
 
 def headers(*scales: float) -> list[bytes]:
-    from fusedring.transport.agreement import Launch, pack
+    from fusedring.plan.launch import Launch
+    from fusedring.transport.agreement import pack
 
-    return [pack(Launch("all_reduce", "ring", 16, torch.float32, torch.float32, scale), None) for scale in scales]
+    return [pack(Launch("all_reduce", "ring", 16, "float32", "float32", scale), None) for scale in scales]
 
 
 def test_ledgers():

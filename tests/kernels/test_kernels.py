@@ -272,7 +272,7 @@ def test_ranks_with_different_engines_are_told():
 def check_totals(rank: int, world: int) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from fusedring.group.communicator import communicator_of
-    from fusedring.transport.agreement import Launch
+    from fusedring.plan.launch import Launch
 
     communicator = communicator_of()
     for algorithm in ALGORITHMS:
@@ -280,7 +280,7 @@ def check_totals(rank: int, world: int) -> None:
             x = torch.arange(5000.0) % 7 + rank
             if poison and rank == 1:
                 x[4000] = poison
-            launch = Launch("all_reduce", algorithm, 5000, x.dtype, x.dtype, 1.0, "triton")
+            launch = Launch("all_reduce", algorithm, 5000, "float32", "float32", 1.0, "triton")
             work = communicator.submit(launch, x, result=x, timeout=20)
             work.wait()
             sums = torch.tensor([work.outcome.squares, float(work.outcome.unbounded)], dtype=torch.float64)

@@ -1,0 +1,57 @@
+"""One launch, and what came of it, as values: dtypes by name ('float32', ...), no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One collective on one tensor.
+
+    kind: 'all_reduce', 'reduce_scatter' or 'all_gather'. dtype, wire: names of dtypes, of the tensor and of what
+        crosses between ranks.
+    factor: what each contribution is multiplied by. engine: the name of the engine that carries it out.
+    wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training). Wrappers are
+        numbered as they were made.
+    """
+
+    kind: str
+    algorithm: str
+    elements: int
+    dtype: str
+    wire: str
+    factor: float = 1.0
+    engine: str = "host"
+    wrapper: int = -1
+    step: int = -1
+    bucket: int = -1
+
+    @property
+    def label(self) -> str:
+        """Its name in profiles and traces."""
+        return f"fusedring::{self.kind}" + (f"[bucket={self.bucket}]" if self.bucket >= 0 else "")
+
+    @property
+    def words(self) -> str:
+        """What ranks have to agree on, in words."""
+        words = f"{self.kind} of {self.elements} elements of {self.dtype}, {self.algorithm}"
+        if self.wire != self.dtype:
+            words += f", wire {self.wire}"
+        words += f", factor {self.factor:.9g}, engine {self.engine}"
+        if self.step >= 0:
+            words += f", bucket {self.bucket} of step {self.step} of wrapper {self.wrapper}"
+        return words
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """started: time.perf_counter() when all ranks had come.
+
+    squares, unbounded: where the engine gives them, the sum of squares of the results that this rank completed (its
+    part), and whether one of them is inf or NaN.
+    """
+
+    started: float
+    squares: float | None = None
+    unbounded: bool | None = None
