@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 import fusedring
+from fusedring.bench.clock import in_turn, seconds_of
 
 
 class Parameters(nn.Module):
@@ -50,11 +50,15 @@ def main() -> None:
         model = fusedring.FusedRingDDP(Parameters(sizes))
         model().backward()
         for what, max_norm in (("not clipped", 1e9), ("clipped", 1.0)):
-            theirs, mine = _in_turn(
-                lambda model=model, limit=max_norm: torch.nn.utils.clip_grad_norm_(model.parameters(), limit),
-                lambda model=model, limit=max_norm: fusedring.clip_grad_norm_(model, limit),
+            times = in_turn(
+                {
+                    "torch": partial(seconds_of, partial(_with_torch, model, max_norm)),
+                    "fusedring": partial(seconds_of, partial(fusedring.clip_grad_norm_, model, max_norm)),
+                },
                 pairs,
+                warm_up=2,
             )
+            theirs, mine = times.values()
             ratios = statistics.quantiles([a / b for a, b in zip(theirs, mine, strict=True)], n=4)
             a, b = statistics.median(theirs), statistics.median(mine)
             print(
@@ -64,19 +68,8 @@ def main() -> None:
     fusedring.close()
 
 
-def _in_turn(
-    first: Callable[[], torch.Tensor], second: Callable[[], torch.Tensor], pairs: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of each call, after two of either that do not count."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for pair in range(pairs + 2):
-        for index in (pair % 2, 1 - pair % 2):
-            start = time.perf_counter()
-            (first, second)[index]()
-            took = time.perf_counter() - start
-            if pair >= 2:
-                times[index].append(took)
-    return times
+def _with_torch(model: nn.Module, max_norm: float) -> torch.Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 if __name__ == "__main__":

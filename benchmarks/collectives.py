@@ -7,7 +7,7 @@ its busbw as nccl-tests defines it, and how many concurrent copies of the same b
 import torch
 import torch.distributed as dist
 
-from fusedring.bench.collectives import compare
+from fusedring.bench.against_gloo import compare
 from fusedring.config import ALGORITHMS
 
 SIZES = ((64 << 10, 200), (1 << 20, 100), (4 << 20, 50), (25 << 20, 20), (100 << 20, 10))

@@ -9,15 +9,35 @@ not it is as fast as it should be, and 1 if something was wrong or did not end i
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import platform
 import signal
+import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fusedring.bench.device import PARTS, environment, versions
-from fusedring.bench.parts import as_json, exit_code, run_parts, table
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.device.runner import Part, as_json, exit_code, run_parts, table
+
+PARTS = (
+    Part("a", "correctness", "benchmarks.device.correctness:correctness", 100),
+    Part("b", "stress", "benchmarks.device.stress:stress", 45),
+    Part("c", "speed", "benchmarks.device.speed:speed", 125),
+    Part("d", "slowdown of matmuls", "benchmarks.device.slowdown:slowdown", 35),
+    Part("e", "training", "benchmarks.device.training:training", 70),
+    Part("f", "several GPUs", "benchmarks.device.several_gpus:several_gpus", 60),
+    Part("g", "memcheck", "benchmarks.device.memcheck:memcheck", 40),
+)
+"""Their deadlines add up to less than 8 minutes."""
+
+_ADVISED = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Virtual ranks wait for each other, so none may queue behind another; cuBLAS then gives the same bits every time."""
 
 
 def main() -> int:
@@ -40,22 +60,47 @@ def main() -> int:
     except OSError as error:  # found now, not after minutes of measuring
         parser.error(f"--json {arguments.json}: {error.strerror}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the parts' processes must not outlive this one
-    found: dict[str, Any] = {"date": datetime.now().astimezone().isoformat(timespec="seconds"), **versions()}
-    outcomes = run_parts(
+    found: dict[str, Any] = {"date": datetime.now().astimezone().isoformat(timespec="seconds"), **_versions()}
+    results = run_parts(
         chosen,
         dry=arguments.interpret,
-        environment=environment(dry=arguments.interpret),
+        environment=_environment(dry=arguments.interpret),
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    for outcome in outcomes:
-        found |= outcome.facts
-    found |= {"interpreted": arguments.interpret, "parts": as_json(outcomes)}
+    for result in results:
+        found |= result.facts
+    found |= {"interpreted": arguments.interpret, "parts": as_json(results)}
     print(", ".join(f"{name} {value}" for name, value in found.items() if name != "parts"))
-    print(table(outcomes))
+    print(table(results))
     if output is not None:
         with output:
             output.write(json.dumps(found, indent=1) + "\n")
-    return exit_code(outcomes)
+    return exit_code(results)
+
+
+def _environment(*, dry: bool) -> dict[str, str | None]:
+    """Variables for the processes of the parts, set before CUDA or Triton starts."""
+    if dry:
+        return {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    return {**_ADVISED, "TRITON_INTERPRET": None}
+
+
+def _versions() -> dict[str, Any]:
+    """What runs here, without asking the GPU through torch."""
+    try:
+        triton = importlib.import_module("triton").__version__
+    except ImportError:
+        triton = None
+    return {"python": platform.python_version(), "torch": torch.__version__, "triton": triton, "driver": _driver()}
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split("\n")[0].strip()
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import os
 import statistics
 import tempfile
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import fusedring
+from fusedring.bench.clock import in_turn, seconds_of, slowest_rank
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
 from fusedring.observe.tracing import Recorder, Track, _recorders
 
@@ -30,32 +30,28 @@ def main() -> None:
     config, data = GPTConfig(), corpus()
     model = fusedring.FusedRingDDP(GPT(config), algorithm="ring")
     batch = batch_at(data, config, step=0, rank=dist.get_rank(), size=8)
-    times: dict[bool, list[float]] = {True: [], False: []}
+
+    def step() -> None:
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+
     with tempfile.TemporaryDirectory() as directory:
-        for pair in range(pairs + 2):
-            for traced in (True, False) if pair % 2 else (False, True):
-                dist.barrier()
-                with fusedring.trace(directory) if traced else nullcontext():
-                    start = time.perf_counter()
-                    loss_of(model, batch).backward()
-                    model.zero_grad()
-                    took = time.perf_counter() - start
-                if pair >= 2:
-                    times[traced].append(took)
-    slowest = {}
-    for traced, seconds in times.items():
-        tensor = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-        slowest[traced] = tensor.tolist()
+
+        def traced() -> float:
+            with fusedring.trace(directory):
+                return seconds_of(step)
+
+        times = in_turn({"with": traced, "without": lambda: seconds_of(step)}, pairs, warm_up=2)
+    on, off = map(slowest_rank, times.values())
     if dist.get_rank() == 0:
-        ratios = [on / off for on, off in zip(slowest[True], slowest[False], strict=True)]
-        median = statistics.median(slowest[True]) / statistics.median(slowest[False])
+        ratios = [a / b for a, b in zip(on, off, strict=True)]
+        median = statistics.median(on) / statistics.median(off)
         quartiles = statistics.quantiles(ratios, n=4)
         print(f"{pairs} pairs of steps on {dist.get_world_size()} ranks, torch {torch.__version__}")
         print(f"step with trace / without: {median:.3f} (ratio of medians)")
         print(f"of each pair: median {quartiles[1]:.3f}, quartiles {quartiles[0]:.3f} and {quartiles[2]:.3f}")
         events, seconds = _cost_of_events(model, batch)
-        share = events * seconds / statistics.median(slowest[False])
+        share = events * seconds / statistics.median(off)
         print(f"{events} events a step, {1e6 * seconds:.2f} us each: {share:.2%} of a step")
     else:
         _cost_of_events(model, batch)
@@ -68,7 +64,7 @@ def _cost_of_events(model: fusedring.FusedRingDDP, batch: torch.Tensor) -> tuple
     with tempfile.TemporaryDirectory() as directory:
         recorder = Recorder(Path(directory))
         _recorders.append(recorder)
-        loss_of(model, batch).backward()
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
         events = len(recorder._events)
         track, repeats = Track("cost"), 20_000
         start = time.perf_counter()

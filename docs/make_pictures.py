@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
 from fusedring.config import ALGORITHMS
 from fusedring.data_parallel.ddp import FusedRingDDP
-from fusedring.group.spawn import launch
+from fusedring.group.spawn import spawn
 from fusedring.observe.pictures import draw_walk
 from fusedring.observe.plots import draw_overlap
 from fusedring.observe.report import StepReport
@@ -23,7 +23,7 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for algorithm in ALGORITHMS:
         draw_walk(make_plan("all_reduce", algorithm, 4, ELEMENTS), PICTURES / f"{algorithm}.png")
-    draw_overlap(launch(train, 2)[0], PICTURES / "overlap.png")
+    draw_overlap(spawn(train, 2)[0], PICTURES / "overlap.png")
 
 
 def train() -> StepReport:

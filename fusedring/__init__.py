@@ -9,7 +9,7 @@ from fusedring.data_parallel.clip import clip_grad_norm_
 from fusedring.data_parallel.ddp import FusedRingDDP
 from fusedring.errors import CollectiveTimeoutError, FusedRingError, MismatchError, OutOfMemoryError, PeerLostError
 from fusedring.group.collectives import Work, all_gather, all_reduce, close, empty, reduce_scatter
-from fusedring.group.spawn import RanksFailedError, launch
+from fusedring.group.spawn import RanksFailedError, launch, spawn
 from fusedring.integrations.torch_ddp import CommHookState, comm_hook
 from fusedring.observe.tracing import trace
 from fusedring.version import __version__
@@ -33,5 +33,6 @@ __all__ = [
     "empty",
     "launch",
     "reduce_scatter",
+    "spawn",
     "trace",
 ]

@@ -1,1 +1,1 @@
-"""Measuring code: models, timing and comparisons that the command line and benchmarks/ share."""
+"""The small model, the training loop and the timings that the command line and benchmarks/ share."""

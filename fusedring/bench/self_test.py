@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fusedring.bench.collectives import compare
+from fusedring.bench.against_gloo import compare
 from fusedring.config import ALGORITHMS, DTYPES
 from fusedring.group.collectives import all_reduce, empty
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedring.bench.clock import in_turn, seconds_of, slowest_rank
 from fusedring.bench.gpt import GPT, GPTConfig, batch_at, corpus, loss_of
 from fusedring.data_parallel.ddp import FusedRingDDP
 from fusedring.observe.report import StepReport
@@ -89,7 +89,7 @@ def train(
         losses.append(loss.item())
         progress(losses[-1])
     report = replica.report() if isinstance(replica, FusedRingDDP) else None
-    times = _slowest_rank(times)
+    times = slowest_rank(times)
     exposed = _exposed(replica, batch_at(data, config, step=steps, rank=rank, size=batch_size))
     ends = torch.tensor([losses[0], losses[-1]], dtype=torch.float64)
     dist.all_reduce(ends)
@@ -107,24 +107,19 @@ def train(
 
 def _exposed(replica: FusedRingDDP | DistributedDataParallel, batch: torch.Tensor) -> float:
     """Seconds that averaging adds to forward and backward: medians of synced and unsynced passes, taken in turn."""
-    spans: dict[bool, list[float]] = {True: [], False: []}
-    for _ in range(EXPOSED_PAIRS):
-        for synced in (True, False):
-            dist.barrier()
-            start = time.perf_counter()
-            with nullcontext() if synced else replica.no_sync():
-                loss_of(replica, batch).backward()  # type: ignore[no-untyped-call]
-            spans[synced].append(time.perf_counter() - start)
-            replica.zero_grad()
-    with_sync, without = (statistics.median(_slowest_rank(spans[synced])) for synced in (True, False))
+
+    def timed() -> float:
+        took = seconds_of(lambda: loss_of(replica, batch).backward())  # type: ignore[no-untyped-call]
+        replica.zero_grad()
+        return took
+
+    def unsynced() -> float:
+        with replica.no_sync():
+            return timed()
+
+    times = in_turn({"synced": timed, "unsynced": unsynced}, EXPOSED_PAIRS)
+    with_sync, without = (statistics.median(slowest_rank(seconds)) for seconds in times.values())
     return max(0.0, with_sync - without)
-
-
-def _slowest_rank(seconds: list[float]) -> list[float]:
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    values: list[float] = slowest.tolist()
-    return values
 
 
 def _bytes_moved(replica: FusedRingDDP | DistributedDataParallel, world: int) -> int:

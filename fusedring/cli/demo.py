@@ -16,7 +16,7 @@ from fusedring.bench.gpt import GPTConfig
 from fusedring.bench.training import History, train
 from fusedring.cli.arguments import whole_number
 from fusedring.config import ALGORITHMS
-from fusedring.group.spawn import RanksFailedError, launch
+from fusedring.group.spawn import RanksFailedError, spawn
 from fusedring.observe.pictures import MATPLOTLIB_MISSING, has_matplotlib
 from fusedring.observe.plots import draw_training
 from fusedring.observe.tracing import trace
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"--out: cannot make {out}: {error.strerror}", file=sys.stderr)
         return 2
     try:
-        runs, histories = launch(train_rank, settings.ranks, settings)[0]
+        runs, histories = spawn(train_rank, settings.ranks, settings)[0]
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

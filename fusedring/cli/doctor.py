@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from fusedring.bench.self_test import BANDWIDTH_BYTES, TIMEOUT_SECONDS, SelfTest, self_test
-from fusedring.group.spawn import RanksFailedError, launch
+from fusedring.group.spawn import RanksFailedError, spawn
 from fusedring.observe.pictures import MATPLOTLIB_MISSING, has_matplotlib
 from fusedring.plan.policy import ONE_SHOT_BYTES, ONE_SHOT_BYTES_ON_GPUS
 from fusedring.transport import memfd
@@ -166,7 +166,7 @@ def run_self_test() -> tuple[Check, SelfTest | None]:
     """Run the self-test on as many ranks as there are cores, 2 to MOST_RANKS."""
     ranks = max(2, min(MOST_RANKS, cores()))
     try:
-        result: SelfTest = launch(self_test, ranks, timeout=TIMEOUT_SECONDS)[0]
+        result: SelfTest = spawn(self_test, ranks, timeout=TIMEOUT_SECONDS)[0]
     except RanksFailedError as error:
         remedy = "see the message; if this machine is not to blame, report it with fusedring doctor --json"
         return Check("self-test", "broken", str(error), remedy), None

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -33,7 +34,7 @@ class RanksFailedError(RuntimeError):
     """A rank raised or died, and the others were ended; the text is the first one's. Its traceback is a note."""
 
 
-def launch(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 1800.0) -> list[Any]:
+def spawn(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 1800.0) -> list[Any]:
     """What `function(*arguments)` returns on each of `ranks` ranks, rank 0's first.
 
     Every rank is a fresh process on this machine, with its share of the cores and a default process group over gloo
@@ -55,7 +56,7 @@ def launch(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: f
     check_timeout(timeout)
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
         raise RuntimeError(
-            'a new rank imports this script, which calls launch: put that under if __name__ == "__main__":'
+            'a new rank imports this script, which calls spawn: put that under if __name__ == "__main__":'
         )
     config = LaunchConfig(
         min_nodes=1,
@@ -80,6 +81,12 @@ def launch(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: f
     except Exception as error:  # the launcher itself: arguments that cannot be pickled, no port, no semaphore
         raise RanksFailedError(f"the ranks cannot be started: {type(error).__name__}: {error}") from error
     return [pickle.loads(results[rank]) for rank in range(ranks)]
+
+
+def launch(function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 1800.0) -> list[Any]:
+    """The old name of `spawn`, for one release more."""
+    warnings.warn("fusedring.launch has become fusedring.spawn: use that name", FutureWarning, stacklevel=2)
+    return spawn(function, ranks, *arguments, timeout=timeout)
 
 
 def _pickled(function: Callable[..., Any]) -> bytes:

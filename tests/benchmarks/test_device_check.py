@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedring.bench.device import PARTS
-from fusedring.bench.device.cases import Case
-from fusedring.bench.device.correctness import check_case
-from fusedring.bench.device.setting import Setting
-from fusedring.bench.parts import NotRunError, Outcome, Part, Row, Sheet, exit_code, run_parts, table
-from fusedring.bench.reference import different_bits, error_bound, exact, gathered, reduced
+from benchmarks.device.cases import Case
+from benchmarks.device.correctness import check_case
+from benchmarks.device.reference import different_bits, error_bound, exact, gathered, reduced
+from benchmarks.device.runner import Part, PartResult, exit_code, run_parts, table
+from benchmarks.device.setting import Setting
+from benchmarks.device.sheet import NotRunError, Row, Sheet
+from benchmarks.device_check import PARTS
 from fusedring.config import ALGORITHMS, DTYPES, scale_factor
 from fusedring.plan.plan import split_evenly
 from tests import reference
@@ -71,8 +72,8 @@ def says_nothing(sheet: Sheet) -> None:
     pass
 
 
-def run_toys(*names: str, seconds: float = 60) -> list[Outcome]:
-    parts = [Part(name[0], name, f"tests.test_device_check:{name}", seconds) for name in names]
+def run_toys(*names: str, seconds: float = 60) -> list[PartResult]:
+    parts = [Part(name[0], name, f"tests.benchmarks.test_device_check:{name}", seconds) for name in names]
     return run_parts(parts, dry=True, environment={}, say=lambda line: None)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusedring
-from fusedring.bench.overhead import overhead
+from benchmarks.wrapper_overhead import overhead
 from tests.ranks import run_ranks
 
 

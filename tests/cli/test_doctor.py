@@ -52,14 +52,14 @@ def test_without_shared_memory_it_exits_with_1_and_says_what_to_do():
 
 def test_wrong_results_and_failing_ranks_are_broken(monkeypatch, capsys):
     wrong = SelfTest(2, 1.0, 1000, 3, 1.0, 1.0, 1.0)
-    monkeypatch.setattr(doctor, "launch", lambda *_, **__: [wrong])
+    monkeypatch.setattr(doctor, "spawn", lambda *_, **__: [wrong])
     assert main(["doctor"]) == 1
     assert "3 of 1,000 elements wrong" in " ".join(capsys.readouterr().out.split())
 
     def fail(*_, **__):
         raise RanksFailedError("rank 1: PeerLostError [remedy]")
 
-    monkeypatch.setattr(doctor, "launch", fail)
+    monkeypatch.setattr(doctor, "spawn", fail)
     assert main(["doctor", "--json"]) == 1
     (check,) = (c for c in json.loads(capsys.readouterr().out)["checks"] if c["name"] == "self-test")
     assert check["status"] == "broken"

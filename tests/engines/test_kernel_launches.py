@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fusedring.bench.no_driver import STREAM, NoDriver, no_driver
+from benchmarks.no_driver import STREAM, NoDriver, no_driver
 from fusedring.config import dtype_name
 from fusedring.engines.kernel_launches import Window, Windows
 from fusedring.kernels.region import Region

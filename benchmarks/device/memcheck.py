@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from fusedring.bench.device.cases import Form, all_cases, launch_alone
-from fusedring.bench.device.machine import device_of
-from fusedring.bench.parts import NotRunError, Sheet, part_command
+from benchmarks.device.cases import LaunchOptions, all_cases, launch_alone
+from benchmarks.device.machine import device_of
+from benchmarks.device.runner import part_command
+from benchmarks.device.sheet import NotRunError, Sheet
 
 
 def memcheck(sheet: Sheet) -> None:
@@ -29,7 +30,7 @@ def memcheck(sheet: Sheet) -> None:
         path = Path(folder) / "rows"
         seconds = sheet.seconds_left - 3
         command = part_command(
-            "fusedring.bench.device.memcheck:launch_every_kernel", path, deadline=time.monotonic() + seconds, dry=False
+            "benchmarks.device.memcheck:launch_every_kernel", path, deadline=time.monotonic() + seconds, dry=False
         )
         try:
             done = subprocess.run(
@@ -62,5 +63,5 @@ def launch_every_kernel(sheet: Sheet) -> None:
     """What memcheck looks at."""
     device = device_of(sheet)
     cases = [case for case in all_cases() if (case.dtype, case.wire) == (torch.float32, torch.bfloat16)]
-    failures = launch_alone(device, Form(8), cases)
+    failures = launch_alone(device, LaunchOptions(8), cases)
     sheet.expect(not failures, "every kernel as a lone rank", f"{len(cases)} launches", str(failures))

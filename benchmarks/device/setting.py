@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedring.bench.device.cases import Case
-from fusedring.bench.device.exact_inputs import exact_inputs, wrong_numbers
-from fusedring.bench.device.timing import median_seconds, timed_run
-from fusedring.bench.device.units import MB, name_of
-from fusedring.engines.virtual_ranks import VirtualRanks
+from benchmarks.device.cases import Case
+from benchmarks.device.exact_inputs import exact_inputs, wrong_numbers
+from benchmarks.device.stream_marks import median_seconds, timed_run
+from benchmarks.device.units import MB, name_of
 from fusedring.plan.plan import make_plan, split_evenly
+from fusedring.testing import VirtualRanks
 
 _UNCACHED_BYTES = 128 * MB
 _MOST_SETS = 32

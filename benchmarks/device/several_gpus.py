@@ -14,14 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedring.bench.device.cases import TIMED_PAIRS, Case
-from fusedring.bench.device.machine import UNMEASURED, device_of
-from fusedring.bench.device.timing import mark, seconds_between
-from fusedring.bench.device.trainer import Trainer, reproducible
-from fusedring.bench.device.units import MB, name_of
+from benchmarks.device.cases import TIMED_PAIRS, Case
+from benchmarks.device.machine import UNMEASURED, device_of
+from benchmarks.device.reference import different_bits, error_bound, exact, reduced
+from benchmarks.device.sheet import NotRunError, Sheet
+from benchmarks.device.stream_marks import mark, seconds_between
+from benchmarks.device.trainer import Trainer, reproducible
+from benchmarks.device.units import MB, name_of
+from fusedring.bench.clock import slowest_rank
 from fusedring.bench.gpt import loss_of
-from fusedring.bench.parts import NotRunError, Sheet
-from fusedring.bench.reference import different_bits, error_bound, exact, reduced
 from fusedring.config import ALGORITHMS, scale_factor
 from fusedring.group.collectives import all_reduce, close
 
@@ -156,7 +157,7 @@ def _race_all_reduce(sheet: Sheet, device: torch.device, dtype: torch.dtype, wir
             missing[name] = way
         else:
             ways[name] = way
-    seconds = {name: _slowest(_repeat_events(way, 20), device) for name, way in ways.items()}
+    seconds = {name: _slowest_seconds(way, 20, device) for name, way in ways.items()}
     busbw = {name: 2 * (world - 1) / world * nbytes / took / 1e9 for name, took in seconds.items()}
     value = ", ".join(f"{name} {rate:.1f}" for name, rate in busbw.items()) + " GB/s"
     slower = busbw["fusedring"] < busbw["NCCL"]
@@ -185,8 +186,8 @@ def _symmetric(name: str, elements: int, dtype: torch.dtype, device: torch.devic
     return way
 
 
-def _repeat_events(act: Callable[[], object], repeats: int) -> float:
-    """Seconds of one of `repeats` calls, one after another."""
+def _slowest_seconds(act: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Seconds of one of `repeats` calls, one after another, on the slowest rank."""
     for _ in range(3):
         act()
     dist.barrier()
@@ -195,13 +196,7 @@ def _repeat_events(act: Callable[[], object], repeats: int) -> float:
         act()
     done = mark()
     torch.cuda.synchronize()
-    return seconds_between(begun, done) / repeats
-
-
-def _slowest(seconds: float, device: torch.device) -> float:
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest)
+    return slowest_rank([seconds_between(begun, done) / repeats], device)[0]
 
 
 def _race_training(sheet: Sheet, device: torch.device) -> None:
@@ -223,7 +218,7 @@ def _race_training(sheet: Sheet, device: torch.device) -> None:
                 loss_of(replica, batch).backward()  # type: ignore[no-untyped-call]
             replica.zero_grad()
 
-        with_sync, without = (_slowest(_repeat_events(lambda s=s: step(s), 10), device) for s in (True, False))  # type: ignore[misc]
+        with_sync, without = (_slowest_seconds(lambda s=s: step(s), 10, device) for s in (True, False))  # type: ignore[misc]
         spans[name], exposed[name] = with_sync, max(0.0, with_sync - without)
     value = "; ".join(
         f"{name} {1e3 * spans[name]:.2f} ms, {1e3 * exposed[name]:.2f} of it exposed communication" for name in spans

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedring.bench.device.timing import new_stream
-from fusedring.bench.device.trainer import Trainer, same
-from fusedring.bench.parts import NotRunError, Sheet
+from benchmarks.device.sheet import NotRunError, Sheet
+from benchmarks.device.stream_marks import new_stream
+from benchmarks.device.trainer import Trainer, same
 
 _STEPS = 4
 """Launches begin within a compiled backward from the third step on."""

@@ -9,14 +9,14 @@ from itertools import product
 
 import torch
 
-from fusedring.bench.device.cases import Case, all_cases, warmed_up
-from fusedring.bench.device.cooperative import cooperative_launches
-from fusedring.bench.device.machine import device_of
-from fusedring.bench.parts import NotRunError, Sheet
+from benchmarks.device.cases import Case, all_cases, warmed_up
+from benchmarks.device.cooperative import cooperative_launches
+from benchmarks.device.machine import device_of
+from benchmarks.device.sheet import NotRunError, Sheet
 from fusedring.config import ALGORITHMS
-from fusedring.engines.virtual_ranks import VirtualRanks, virtual_ranks
 from fusedring.errors import CollectiveTimeoutError
 from fusedring.plan.plan import split_evenly
+from fusedring.testing import VirtualRanks, virtual_ranks
 
 
 def stress(sheet: Sheet) -> None:

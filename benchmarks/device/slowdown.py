@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 
-from fusedring.bench.device.cases import Case, warmed_up
-from fusedring.bench.device.exact_inputs import exact_inputs
-from fusedring.bench.device.machine import CHANNEL_COUNTS, UNMEASURED, device_of, fitting
-from fusedring.bench.device.setting import Setting
-from fusedring.bench.device.timing import hold_up, mark, median_seconds, new_stream, seconds_between, timed_run
-from fusedring.bench.device.units import MB
-from fusedring.bench.parts import Sheet
+from benchmarks.device.cases import Case, warmed_up
+from benchmarks.device.exact_inputs import exact_inputs
+from benchmarks.device.machine import CHANNEL_COUNTS, UNMEASURED, device_of, fitting
+from benchmarks.device.setting import Setting
+from benchmarks.device.sheet import Sheet
+from benchmarks.device.stream_marks import (
+    hold_up,
+    mark,
+    median_between,
+    median_seconds,
+    new_stream,
+    seconds_between,
+    timed_run,
+)
+from benchmarks.device.units import MB
 from fusedring.engines.cuda import CHANNELS
-from fusedring.engines.virtual_ranks import VirtualRanks, virtual_ranks
+from fusedring.testing import VirtualRanks, virtual_ranks
 
 SLOWDOWN_TARGET = 1.10
 
@@ -76,7 +82,7 @@ def _repeat(act: Callable[[], None], repeats: int) -> float:
         act()
         marks.append(mark())
     torch.cuda.synchronize()
-    return statistics.median(seconds_between(i, j) for i, j in pairwise(marks))
+    return median_between(marks)
 
 
 def _beside_all_reduce(
@@ -109,7 +115,7 @@ def _beside_all_reduce(
             act()  # the first one comes before the first mark, while the all_reduces get under way
             marks.append(mark())
         torch.cuda.synchronize()
-        beside = statistics.median(seconds_between(i, j) for i, j in pairwise(marks))
+        beside = median_between(marks)
         last = seconds_between(marks[-1], done)
         if last >= 0:
             break

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedring.bench.parts import NotRunError, Sheet
+from benchmarks.device.sheet import NotRunError, Sheet
 from fusedring.engines.cuda import CHANNELS
 
 UNMEASURED = "not measured under the interpreter"

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from fusedring.bench.device.compiled import compiled
-from fusedring.bench.device.machine import UNMEASURED, device_of
-from fusedring.bench.device.timing import new_stream
-from fusedring.bench.device.trainer import Trainer, reproducible, same
-from fusedring.bench.device.units import MB, name_of, percent
+from benchmarks.device.machine import UNMEASURED, device_of
+from benchmarks.device.sheet import NotRunError, Sheet
+from benchmarks.device.stream_marks import new_stream
+from benchmarks.device.torch_compile import compiled
+from benchmarks.device.trainer import Trainer, reproducible, same
+from benchmarks.device.units import MB, name_of, percent
 from fusedring.bench.gpt import loss_of
-from fusedring.bench.parts import NotRunError, Sheet
 from fusedring.data_parallel.ddp import FusedRingDDP
 from fusedring.engines.cuda import PARITY_BYTES
 from fusedring.group.collectives import close

@@ -1,4 +1,4 @@
-"""What all_reduce gains or loses in other forms: more tiles on their way at once, and cooperative launches."""
+"""What all_reduce gains or loses by more tiles on their way at once, and by cooperative launches."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from fusedring.bench.device.cases import Case, Form, compile_ahead, launch_alone
-from fusedring.bench.device.cooperative import SIDE_BY_SIDE, cooperative_launches
-from fusedring.bench.device.setting import Setting, time_all_reduce
-from fusedring.bench.device.units import MB
-from fusedring.bench.parts import NotRunError, Sheet
+from benchmarks.device.cases import Case, LaunchOptions, compile_ahead, launch_alone
+from benchmarks.device.cooperative import SIDE_BY_SIDE, cooperative_launches
+from benchmarks.device.setting import Setting, time_all_reduce
+from benchmarks.device.sheet import NotRunError, Sheet
+from benchmarks.device.units import MB
 
 OTHER_STAGES = (2, 3)
 """Tiles on their way at once, instead of 1."""
@@ -21,7 +21,7 @@ _LEAST_SECONDS = 15
 """Left to the part before a row is begun: a launch that hangs takes 10."""
 
 
-def compare_forms(
+def compare_launch_options(
     sheet: Sheet, device: torch.device, settings: Mapping[Case, Setting], best: Mapping[Case, int]
 ) -> None:
     """For each algorithm a row for each of OTHER_STAGES, and one row for cooperative launches of all.
@@ -32,10 +32,11 @@ def compare_forms(
     if sheet.seconds_left < 2 * _LEAST_SECONDS:
         sheet.row("stages and cooperative launches", verdict="not run", reason="no time")
         return
-    wanted: dict[Form, list[Case]] = {}
+    wanted: dict[LaunchOptions, list[Case]] = {}
     for case, count in channels.items():
-        for form in (Form(count, cooperative=True), *(Form(count, stages) for stages in OTHER_STAGES)):
-            wanted.setdefault(form, []).append(case)
+        wanted.setdefault(LaunchOptions(count, cooperative=True), []).append(case)
+        for stages in OTHER_STAGES:
+            wanted.setdefault(LaunchOptions(count, stages), []).append(case)
     compile_ahead(device, wanted)
     plain: dict[Case, float] = {}
     for case, count in channels.items():
@@ -44,9 +45,9 @@ def compare_forms(
             with sheet.attempt(what):
                 _need_time(sheet)
                 if case not in plain:
-                    plain[case] = _seconds_of(device, case, settings[case], Form(count))
+                    plain[case] = _seconds_of(device, case, settings[case], LaunchOptions(count))
                 _need_time(sheet)
-                took = _seconds_of(device, case, settings[case], Form(count, stages))
+                took = _seconds_of(device, case, settings[case], LaunchOptions(count, stages))
                 value = (
                     f"{plain[case] / took:.2f} times as fast ({1e3 * took:.3f} instead of {1e3 * plain[case]:.3f} ms)"
                 )
@@ -61,20 +62,20 @@ def compare_forms(
             ratios = {}
             for case, with_others in plain.items():
                 _need_time(sheet)
-                took = _seconds_of(device, case, settings[case], Form(channels[case], cooperative=True))
+                took = _seconds_of(device, case, settings[case], LaunchOptions(channels[case], cooperative=True))
                 ratios[case.algorithm] = with_others / took
             value = ", ".join(f"{algorithm} {ratio:.2f}" for algorithm, ratio in ratios.items()) + " times as fast"
             sheet.row(what, value, ratios=ratios)
 
 
-def _seconds_of(device: torch.device, case: Case, setting: Setting, form: Form) -> float:
+def _seconds_of(device: torch.device, case: Case, setting: Setting, options: LaunchOptions) -> float:
     """Of one launch, after a lone one. Raises RuntimeError if either is wrong."""
-    if why := launch_alone(device, form, [case]).get(case):
-        raise RuntimeError(f"{form} as a lone rank: {why}")
-    with form.ranks(setting.world, device, setting.parity_bytes) as ranks:
+    if why := launch_alone(device, options, [case]).get(case):
+        raise RuntimeError(f"{options} as a lone rank: {why}")
+    with options.ranks(setting.world, device, setting.parity_bytes) as ranks:
         seconds, wrong = time_all_reduce(ranks, device, setting)
     if wrong:
-        raise RuntimeError(f"{form}: {wrong} wrong numbers")
+        raise RuntimeError(f"{options}: {wrong} wrong numbers")
     return seconds
 
 

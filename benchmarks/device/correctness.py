@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedring.bench.device.cases import Case, all_cases, warmed_up
-from fusedring.bench.device.machine import device_of
-from fusedring.bench.device.units import MB
-from fusedring.bench.parts import Sheet
-from fusedring.bench.reference import different_bits, error_bound, exact, gathered, reduced
+from benchmarks.device.cases import Case, all_cases, warmed_up
+from benchmarks.device.machine import device_of
+from benchmarks.device.reference import different_bits, error_bound, exact, gathered, reduced
+from benchmarks.device.sheet import Sheet
+from benchmarks.device.units import MB
 from fusedring.config import ALGORITHMS, scale_factor
-from fusedring.engines.virtual_ranks import VirtualRanks, virtual_ranks
 from fusedring.plan.plan import split_evenly
+from fusedring.testing import VirtualRanks, virtual_ranks
 
 
 def correctness(sheet: Sheet) -> None:

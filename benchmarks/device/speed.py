@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fusedring.bench.device.cases import TIMED_PAIRS, Case, Form, warmed_up
-from fusedring.bench.device.exact_inputs import exact_inputs, wrong_numbers
-from fusedring.bench.device.forms import OTHER_STAGES, compare_forms
-from fusedring.bench.device.machine import CHANNEL_COUNTS, UNMEASURED, device_of, fitting
-from fusedring.bench.device.setting import Setting, time_all_reduce
-from fusedring.bench.device.timing import copy_bandwidth, mark, median_seconds
-from fusedring.bench.device.units import MB, percent
-from fusedring.bench.parts import Sheet
+from benchmarks.device.cases import TIMED_PAIRS, Case, LaunchOptions, warmed_up
+from benchmarks.device.exact_inputs import exact_inputs, wrong_numbers
+from benchmarks.device.launch_options import OTHER_STAGES, compare_launch_options
+from benchmarks.device.machine import CHANNEL_COUNTS, UNMEASURED, device_of, fitting
+from benchmarks.device.setting import Setting, time_all_reduce
+from benchmarks.device.sheet import Sheet
+from benchmarks.device.stream_marks import copy_bandwidth, mark, median_seconds
+from benchmarks.device.units import MB, percent
 from fusedring.config import ALGORITHMS
 from fusedring.engines.cuda import CHANNELS, PARITY_BYTES
 from fusedring.transport.gpu import Event
@@ -30,8 +30,8 @@ _LARGEST_MB = 1024
 """Of what is timed; with few numbers of channels, since to cut it into tiles takes the host most of a second."""
 _SIZES = ((2, 64), (2, 256), (4, 64), (8, 64), (2, 1), (2, 16), (2, _LARGEST_MB))
 """World sizes and megabytes, the most telling first."""
-_FORMS_SIZE = _SIZES[0]
-"""Where other forms are compared."""
+_OPTIONS_SIZE = _SIZES[0]
+"""Where other launch options are compared."""
 _CHANNELS_SIZE = (2, 256)
 """What says the best number of channels for the largest size."""
 _LEAST_SECONDS = 12
@@ -67,20 +67,21 @@ def speed(sheet: Sheet) -> None:
             found = _time_settings(sheet, device, settings, tried, ceiling)
             if (world, megabytes) == _CHANNELS_SIZE:
                 best = found
-            if (world, megabytes) == _FORMS_SIZE:
+            if (world, megabytes) == _OPTIONS_SIZE:
                 with sheet.attempt("stages and cooperative launches"):
-                    compare_forms(sheet, device, settings, found)
+                    compare_launch_options(sheet, device, settings, found)
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def _check_small(sheet: Sheet, device: torch.device, cases: Sequence[Case]) -> None:
     """What would be timed, with few numbers; one case with other stages, too."""
-    forms = [(case, Form(2)) for case in cases] + [(cases[0], Form(2, stages)) for stages in OTHER_STAGES]
-    for case, form in forms:
-        stages = "" if form.stages == 1 else f", stages {form.stages}"
+    launches = [(case, LaunchOptions(2)) for case in cases]
+    launches += [(cases[0], LaunchOptions(2, stages)) for stages in OTHER_STAGES]
+    for case, options in launches:
+        stages = "" if options.stages == 1 else f", stages {options.stages}"
         what = f"{case}, W=2{stages}, before it is timed"
-        with sheet.attempt(what), form.ranks(2, device, MB) as ranks:
+        with sheet.attempt(what), options.ranks(2, device, MB) as ranks:
             tensors = exact_inputs(2, 4_099, case.dtype, device)
             ranks.all_reduce(tensors, **case.how)
             sheet.expect(wrong_numbers(tensors) == 0, what, "exact", "wrong numbers")
@@ -121,7 +122,7 @@ def _time_all(
     """Seconds and wrong numbers of each. A row tells of what failed, and one of what there was no time for."""
     found: dict[Case, tuple[float, int]] = {}
     late = []
-    with Form(channels).ranks(next(iter(settings.values())).world, device, parity_bytes) as ranks:
+    with LaunchOptions(channels).ranks(next(iter(settings.values())).world, device, parity_bytes) as ranks:
         for case, setting in settings.items():
             if sheet.seconds_left < _LEAST_SECONDS:
                 late.append(str(setting))

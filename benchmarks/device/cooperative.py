@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fusedring.bench.device.exact_inputs import exact_inputs
-from fusedring.engines.virtual_ranks import virtual_ranks
+from benchmarks.device.exact_inputs import exact_inputs
 from fusedring.errors import CollectiveTimeoutError
+from fusedring.testing import virtual_ranks
 
 SIDE_BY_SIDE = "they run next to each other"
 ONE_BY_ONE = "one waits for the other to end"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from fusedring.bench.clock import in_turn, seconds_of, slowest_rank
 from fusedring.config import ALGORITHMS
 from fusedring.group.collectives import all_reduce, empty
 
@@ -26,7 +27,7 @@ class Comparison:
 
 
 def compare(nbytes: int, repeats: int) -> Comparison:
-    """All-reduce `nbytes` of float32 on the default group, `repeats` times each way, interleaved."""
+    """All-reduce `nbytes` of float32 on the default group, `repeats` times each way; the first does not count."""
     world, rank = dist.get_world_size(), dist.get_rank()
     shared, ordinary = empty(nbytes // 4), torch.empty(nbytes // 4)
     pattern = torch.arange(nbytes // 4) % 1024
@@ -44,19 +45,9 @@ def compare(nbytes: int, repeats: int) -> Comparison:
 
     ways: dict[str, Callable[[], object]] = {"copy": lambda: target.copy_(ordinary), "gloo": over_gloo}
     for algorithm in ALGORITHMS:
-        ways[algorithm] = lambda algorithm=algorithm: all_reduce(shared, algorithm=algorithm)  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, way in ways.items():
-            dist.barrier()
-            start = time.perf_counter()
-            way()
-            times[name].append(time.perf_counter() - start)
-    medians = {}
-    for name, seconds in times.items():
-        slowest = torch.tensor(seconds[1:], dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        medians[name] = statistics.median(slowest.tolist())
+        ways[algorithm] = partial(all_reduce, shared, algorithm=algorithm)
+    times = in_turn({name: partial(seconds_of, way) for name, way in ways.items()}, repeats - 1, warm_up=1)
+    medians = {name: statistics.median(slowest_rank(seconds)) for name, seconds in times.items()}
     total_wrong = torch.tensor(wrong)
     dist.all_reduce(total_wrong)
     return Comparison(nbytes, medians.pop("copy"), medians.pop("gloo"), medians, int(total_wrong))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
-from fusedring.engines.virtual_ranks import VirtualCollective
+from fusedring.testing import VirtualCollective
 from fusedring.transport.gpu import Event, Stream
 
 _COPY_BYTES = 1 << 30
@@ -25,6 +26,11 @@ def mark() -> Event:
 def seconds_between(first: Event, second: Event) -> float:
     """Negative if the second mark came first. Both have been reached."""
     return float(first.elapsed_time(second)) / 1e3
+
+
+def median_between(marks: Sequence[Event]) -> float:
+    """Median seconds from each mark to the next. All have been reached."""
+    return statistics.median(seconds_between(i, j) for i, j in pairwise(marks))
 
 
 def hold_up(times: int = 1) -> None:

@@ -1,7 +1,7 @@
-"""Every kernel there is, the forms that it can be launched in, and launching each alone.
+"""Every kernel there is, the options of its launches, and launching each alone.
 
-A *case* is what a kernel does, and for which dtypes; a *form* is how many programs do it and how they are compiled. Two
-forms of a case are two kernels.
+A *case* is what a kernel does, and for which dtypes; the *options* are how many programs do it and how they are
+compiled. A case with other options is another kernel.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from fusedring.bench.device.units import MB, name_of
-from fusedring.bench.parts import Sheet
+from benchmarks.device.sheet import Sheet
+from benchmarks.device.units import MB, name_of
 from fusedring.config import ALGORITHMS, DTYPES, KINDS
-from fusedring.engines.virtual_ranks import VirtualRanks, virtual_ranks
+from fusedring.testing import VirtualRanks, virtual_ranks
 
 TIMED_PAIRS: tuple[tuple[torch.dtype, torch.dtype], ...] = (
     (torch.float32, torch.float32),
@@ -50,7 +50,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class LaunchOptions:
     """How it is launched: see `virtual_ranks`, of which these are arguments."""
 
     channels: int
@@ -58,7 +58,7 @@ class Form:
     cooperative: bool = False
 
     def ranks(self, world: int, device: torch.device, parity_bytes: int) -> AbstractContextManager[VirtualRanks]:
-        """Virtual ranks that launch in this form."""
+        """Virtual ranks that launch with these options."""
         return virtual_ranks(
             world,
             device,
@@ -76,10 +76,10 @@ def all_cases() -> list[Case]:
     return [Case(kind, algorithm, *pair) for algorithm in ALGORITHMS for kind in KINDS for pair in pairs]
 
 
-def launch_alone(device: torch.device, form: Form, cases: Sequence[Case]) -> dict[Case, str]:
+def launch_alone(device: torch.device, options: LaunchOptions, cases: Sequence[Case]) -> dict[Case, str]:
     """Launch each as a lone rank. What was wrong, for those that fail."""
     failures = {}
-    with form.ranks(1, device, MB) as alone:
+    with options.ranks(1, device, MB) as alone:
         for case in cases:
             try:
                 alone.reset()  # of a failure of the case before
@@ -97,13 +97,13 @@ def launch_alone(device: torch.device, form: Form, cases: Sequence[Case]) -> dic
 def warmed_up(sheet: Sheet, device: torch.device, cases: Sequence[Case], counts: Sequence[int]) -> list[Case]:
     """The cases whose kernels work as a lone rank, with all these numbers of channels; a row tells of the others."""
     started = time.monotonic()
-    compile_ahead(device, dict.fromkeys(map(Form, counts), cases))
+    compile_ahead(device, dict.fromkeys(map(LaunchOptions, counts), cases))
     failures: dict[Case, str] = {}
     launches = 0
     for channels in counts:
         working = [case for case in cases if case not in failures]
         launches += len(working)
-        failures |= launch_alone(device, Form(channels), working)
+        failures |= launch_alone(device, LaunchOptions(channels), working)
     for case, why in failures.items():
         sheet.row(f"{case}, W=1", verdict="failed", reason=why)
     sheet.expect(
@@ -115,7 +115,7 @@ def warmed_up(sheet: Sheet, device: torch.device, cases: Sequence[Case], counts:
     return [case for case in cases if case not in failures]
 
 
-def compile_ahead(device: torch.device, wanted: Mapping[Form, Sequence[Case]]) -> None:
+def compile_ahead(device: torch.device, wanted: Mapping[LaunchOptions, Sequence[Case]]) -> None:
     """Fill Triton's cache from several processes: a kernel takes 2 s to compile (Triton 3.7.1), and there are many.
 
     What fails in them fails again in this process, which tells of it. Under the interpreter nothing is compiled.
@@ -123,7 +123,7 @@ def compile_ahead(device: torch.device, wanted: Mapping[Form, Sequence[Case]]) -
     workers = min(12, len(os.sched_getaffinity(0)) - 1, sum(map(len, wanted.values())) // 2)
     if device.type != "cuda" or workers < 2:
         return
-    shares = [(form, cases[share::workers]) for share in range(workers) for form, cases in wanted.items()]
+    shares = [(options, cases[share::workers]) for share in range(workers) for options, cases in wanted.items()]
     with suppress(BrokenProcessPool), ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(launch_alone, device, form, share) for form, share in shares if share]:
+        for future in [pool.submit(launch_alone, device, options, share) for options, share in shares if share]:
             future.exception()

@@ -1,7 +1,7 @@
 """What a reduction must give, in plain torch operations on any device: to the bit, and how far from the exact sum.
 
-The order is the plan's, the arithmetic that of fusedring/arithmetic.py: one product and one sum for each contribution,
-rounded separately, and one rounding to the wire wherever values cross between ranks.
+The order is the plan's, the arithmetic that of fusedring/engines/arithmetic.py: one product and one sum for each
+contribution, rounded separately, and one rounding to the wire wherever values cross between ranks.
 """
 
 from __future__ import annotations
