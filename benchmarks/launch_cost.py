@@ -15,7 +15,7 @@ import torch
 import triton
 
 from fusedring.bench.clock import seconds_of
-from fusedring.engines.kernel_launches import Windows
+from fusedring.engines.kernel_launches import KernelLaunches
 from fusedring.kernels.region import Region
 from fusedring.kernels.signals import NVIDIA
 from fusedring.kernels.tiles import write_now
@@ -51,7 +51,7 @@ def launch_cost(*, elements: int, tensors: int, repeats: int = 200) -> LaunchCos
     """
     world, channels = 8, 12
     region = Region(torch.zeros(world + 1, dtype=torch.int64), 0, world, 64 << 20, channels, NVIDIA.value)
-    windows = Windows(region, write_now)
+    windows = KernelLaunches(region, write_now)
     flat = torch.zeros(elements)
     size = elements // tensors // 16 * 16
     sets = [[Source(i * size, torch.zeros(size)) for i in range(tensors)] for _ in range(2)]

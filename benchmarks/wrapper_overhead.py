@@ -22,8 +22,9 @@ from torch import nn
 import fusedring
 from fusedring import FusedRingDDP
 from fusedring.bench.clock import in_turn, seconds_of
+from fusedring.engines.engine import Engine
+from fusedring.engines.work import Work
 from fusedring.group.communicator import Communicator
-from fusedring.group.work import Work
 from fusedring.plan.launch import Launch
 
 
@@ -96,7 +97,9 @@ def _step_seconds_without_launches(model: nn.Module) -> float:
     """Of a step in which every launch has ended as soon as it is submitted."""
     real = Communicator.submit
 
-    def submit(self: Communicator, launch: Launch, tensor: torch.Tensor, *, result: torch.Tensor, **_: Any) -> Work:
+    def submit(
+        self: Communicator, engine: Engine, launch: Launch, tensor: torch.Tensor, *, result: torch.Tensor, **_: Any
+    ) -> Work:
         work = Work(result, "")
         work._finish()
         return work

@@ -1,5 +1,8 @@
 """What fusedring raises. Wrong arguments are plain `ValueError`; everything below happens while ranks work together."""
 
+REOPEN = "Call fusedring.close() on all ranks of the group before its next collective"
+"""What to do about most of them."""
+
 
 class FusedRingError(RuntimeError):
     """Base class: the ranks could not do what was asked, and the message says which rank and what to do."""

@@ -19,7 +19,7 @@ import torch
 from fusedring.bench.self_test import BANDWIDTH_BYTES, TIMEOUT_SECONDS, SelfTest, self_test
 from fusedring.group.spawn import RanksFailedError, spawn
 from fusedring.observe.pictures import MATPLOTLIB_MISSING, has_matplotlib
-from fusedring.plan.policy import ONE_SHOT_BYTES, ONE_SHOT_BYTES_ON_GPUS
+from fusedring.plan.policy import ENGINES_BY_DEVICE, Choice, Rule, rules_in_host_memory, rules_on_gpus
 from fusedring.transport import memfd
 from fusedring.transport.host_signals import check_machine, cores
 from fusedring.version import OLDEST_TORCH, TESTED_TORCH, TESTED_TRITON, __version__
@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Check everything, print the findings. Exit code 1 if something is broken."""
-    checks = [*software(), gpus(), processor(), shared_memory(), *choices()]
+    chosen = autos(usable_gpus())
+    checks = [*software(), gpus(), processor(), shared_memory(), *choices(chosen)]
     result = None
     if any(check.status == "broken" for check in checks):
         checks.append(Check("self-test", "note", "not run, because of what is broken above"))
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         checks.append(check)
     healthy = all(check.status != "broken" for check in checks)
     if options.json:
-        print(json.dumps(_as_json(checks, result, healthy=healthy)))
+        print(json.dumps(_as_json(checks, chosen, result, healthy=healthy)))
     else:
         _print(checks, healthy=healthy)
     return 0 if healthy else 1
@@ -110,6 +111,14 @@ def gpus() -> Check:
     return Check("GPUs", "note", f"{count} ({names}){peers}; {untried}")
 
 
+def usable_gpus() -> int:
+    """How many there are."""
+    try:
+        return torch.cuda.device_count()
+    except RuntimeError:  # `gpus` tells what it was
+        return 0
+
+
 def processor() -> Check:
     """Whether the host engine knows this processor, and how many cores this process may use."""
     try:
@@ -149,17 +158,36 @@ def shared_memory() -> Check:
     )
 
 
-def choices() -> list[Check]:
-    """What 'auto' stands for."""
-    return [
-        Check("engine", "ok", "host for tensors in host memory, triton for those on a GPU; all ranks on one machine"),
-        Check(
-            "algorithm",
-            "ok",
-            f"in host memory one_shot up to {ONE_SHOT_BYTES >> 10} KiB (fewest meetings), two_shot above; on GPUs "
-            f"one_shot up to {ONE_SHOT_BYTES_ON_GPUS >> 10} KiB, then two_shot with links between every two, else ring",
-        ),
-    ]
+@dataclass(frozen=True, slots=True)
+class Auto:
+    """What 'auto' stands for with `tensors`: the engine, and the algorithms from small tensors to large ones."""
+
+    tensors: str
+    engine: Choice
+    algorithms: tuple[Rule, ...]
+
+
+def autos(gpus: int) -> list[Auto]:
+    """For all tensors that this machine can have, if torch can use `gpus` GPUs; those that one trains with last."""
+    found = [Auto("in host memory", ENGINES_BY_DEVICE["cpu"], rules_in_host_memory())]
+    if gpus > 2:
+        found.append(Auto("on GPUs that share links", ENGINES_BY_DEVICE["cuda"], rules_on_gpus(gpus, full_mesh=False)))
+    if gpus:
+        linked = "on GPUs with a link between every two" if gpus > 2 else "on GPUs"
+        found.append(Auto(linked, ENGINES_BY_DEVICE["cuda"], rules_on_gpus(gpus, full_mesh=True)))
+    return found
+
+
+def choices(chosen: Sequence[Auto]) -> list[Check]:
+    """The same in words."""
+    engines = dict.fromkeys(f"{auto.engine.engine} for {auto.engine.why}" for auto in chosen)
+    algorithms = [f"{auto.tensors} {', '.join(map(_in_words, auto.algorithms))}" for auto in chosen]
+    return [Check("engine", "ok", "; ".join(engines)), Check("algorithm", "ok", "; ".join(algorithms))]
+
+
+def _in_words(rule: Rule) -> str:
+    size = "above" if rule.up_to_bytes is None else f"up to {rule.up_to_bytes >> 10} KiB"
+    return f"{rule.algorithm} {size} ({rule.why})"
 
 
 def run_self_test() -> tuple[Check, SelfTest | None]:
@@ -180,11 +208,13 @@ def run_self_test() -> tuple[Check, SelfTest | None]:
     return Check("self-test", "ok", finding), result
 
 
-def _as_json(checks: Sequence[Check], result: SelfTest | None, *, healthy: bool) -> dict[str, Any]:
+def _as_json(
+    checks: Sequence[Check], chosen: Sequence[Auto], result: SelfTest | None, *, healthy: bool
+) -> dict[str, Any]:
     return {
         "ok": healthy,
-        "engine": "host",
-        "algorithm": {"small": "one_shot", "large": "two_shot", "small_up_to_bytes": ONE_SHOT_BYTES},
+        "engine": chosen[-1].engine.engine,
+        "auto": [asdict(auto) for auto in chosen],
         "checks": [asdict(check) for check in checks],
         "self_test": asdict(result) if result is not None else None,
     }

@@ -116,13 +116,14 @@ class Announcements:
         self.partial.clear()
 
 
-def more_than_announced(names: Sequence[str]) -> RuntimeError:
-    """What is wrong where entries were partial on some rank."""
-    return RuntimeError(
-        f"the gradient of parameter {', '.join(names)} is not what a compiled backward had computed when it was sent: "
-        "on some rank the parameter was used outside of the compiled part, too, which it was not in the step before. "
-        "The gradients of this step are wrong on all ranks; those of the next will be right"
-    )
+def refuse(names: Sequence[str]) -> None:
+    """Raises RuntimeError if entries of these names were partial on some rank."""
+    if names:
+        raise RuntimeError(
+            f"the gradient of parameter {', '.join(names)} is not what a compiled backward had computed when it was "
+            "sent: on some rank the parameter was used outside of the compiled part, too, which it was not in the step "
+            "before. The gradients of this step are wrong on all ranks; those of the next will be right"
+        )
 
 
 def twice(entry: Entry) -> RuntimeError:

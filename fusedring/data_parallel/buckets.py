@@ -3,10 +3,6 @@
 Parameters are packed in the order in which backward produces their gradients, so that a bucket fills early: first in
 reverse order of registration, which is about that order, then in the order that was seen. A gradient starts at a
 multiple of 16 elements; the padding stays zero.
-
-Behind the entries of the last bucket lie the *flags*, three for every entry of all buckets, in the order of buckets and
-entries. A rank sets them for what it has no gradient of, or sent too early, and averaging counts the ranks that did.
-They travel there because the last bucket is launched last, when each rank knows what it has.
 """
 
 from __future__ import annotations
@@ -18,9 +14,6 @@ import torch
 
 from fusedring.config import DTYPES
 from fusedring.plan.plan import ALIGNMENT
-
-FLAGS = 3
-"""Of each entry: late, empty, partial."""
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -39,6 +32,14 @@ class Entry:
     view: torch.Tensor
     own: torch.Tensor | None = None
 
+    def dense_grad(self) -> torch.Tensor:
+        """What is in `.grad`. Raises ValueError if that is sparse."""
+        grad = self.parameter.grad
+        assert grad is not None
+        if grad.layout != torch.strided:
+            raise ValueError(f"the gradient of parameter {self.name} is sparse: use sparse=False in its embedding")
+        return grad.detach()
+
     def in_place(self, grad: torch.Tensor) -> torch.Tensor | None:
         """The memory of `grad` as a vector in the order of the bucket; None if its values do not lie there so."""
         plain = type(grad) is torch.Tensor and not grad.is_neg() and not grad._is_zerotensor()
@@ -51,42 +52,24 @@ class Entry:
 
 @dataclass(slots=True)
 class Bucket:
-    """Gradients that are reduced by one launch: entry views into the one-dimensional `flat`.
-
-    gradients: `flat` without the flags.
-    flags: a view of the flags, (3, P) in the last bucket of a wrapper with P entries, (3, 0) in the others. The first
-    row tells which entries are *late*: their gradient did not arrive in this backward. The second tells which are
-    *empty*: late, and `.grad` is None. The third tells which are *partial*: more came after they were sent. A set flag
-    is the world size W and an unset one 0, until they are averaged.
-    """
+    """Gradients that are reduced by one launch: entry views into the one-dimensional `flat`, zero between them."""
 
     flat: torch.Tensor
-    gradients: torch.Tensor
     entries: list[Entry]
-    flags: torch.Tensor
 
-
-def count(flags: torch.Tensor) -> tuple[list[int], list[int], list[int]]:
-    """Of averaged flags: on how many ranks each entry was late, on how many empty, and on how many partial."""
-    # W * (1 / W) is 1 up to float32's rounding, which a 16-bit wire rounds away; and fp16 holds the whole numbers
-    # to 2048, bf16 those to 256. So the nearest whole number is the count.
-    if not flags.any():  # as in most steps
-        return [0] * flags.size(1), [0] * flags.size(1), [0] * flags.size(1)
-    late, empty, partial = flags.float().round().int().tolist()
-    return late, empty, partial
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients, padding left out."""
+        return sum(entry.parameter.nbytes for entry in self.entries)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A bucket before it has memory. members: indices of parameters; offsets: where each begins, in elements.
-
-    flagged: for how many entries it has flags at its end: all buckets' in the last one, else 0.
-    """
+    """A bucket before it has memory. members: indices of parameters; offsets: where each begins, in elements."""
 
     dtype: torch.dtype
     members: tuple[int, ...]
     offsets: tuple[int, ...]
-    flagged: int
     elements: int
 
 
@@ -118,8 +101,7 @@ def lay_out(
     closed.extend(filling.values())
     come = {index: place for place, index in enumerate(complete)}
     closed.sort(key=lambda members: come[members[-1]])  # a bucket is complete once its last one has its gradient
-    *others, last = closed
-    return [*(_lay_out_one(parameters, members) for members in others), _lay_out_one(parameters, last, len(parameters))]
+    return [_lay_out_one(parameters, members) for members in closed]
 
 
 def bind(layout: BucketLayout, parameters: Sequence[tuple[str, torch.nn.Parameter]], flat: torch.Tensor) -> Bucket:
@@ -129,8 +111,7 @@ def bind(layout: BucketLayout, parameters: Sequence[tuple[str, torch.nn.Paramete
         Entry(*parameters[index], offset, _view_for(parameters[index][1], flat, offset))
         for index, offset in zip(layout.members, layout.offsets, strict=True)
     ]
-    end = layout.elements - _aligned(FLAGS * layout.flagged)
-    return Bucket(flat, flat[:end], entries, flat[end:][: FLAGS * layout.flagged].view(FLAGS, layout.flagged))
+    return Bucket(flat, entries)
 
 
 def _reduced_dtype(name: str, parameter: torch.Tensor) -> torch.dtype:
@@ -143,17 +124,14 @@ def _reduced_dtype(name: str, parameter: torch.Tensor) -> torch.dtype:
     return dtype
 
 
-def _lay_out_one(
-    parameters: Sequence[tuple[str, torch.nn.Parameter]], members: list[int], flagged: int = 0
-) -> BucketLayout:
+def _lay_out_one(parameters: Sequence[tuple[str, torch.nn.Parameter]], members: list[int]) -> BucketLayout:
     offsets, end = [], 0
     for index in members:
         name, parameter = parameters[index]
         offsets.append(end)
         reals = parameter.numel() * (2 if parameter.is_complex() else 1)
         end += _aligned(reals)
-    elements = end + _aligned(FLAGS * flagged)
-    return BucketLayout(_reduced_dtype(name, parameter), tuple(members), tuple(offsets), flagged, elements)
+    return BucketLayout(_reduced_dtype(name, parameter), tuple(members), tuple(offsets), end)
 
 
 def _aligned(elements: int) -> int:

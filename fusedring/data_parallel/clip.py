@@ -7,6 +7,7 @@ padding between gradients is zero, which adds nothing to a norm, and is kept so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -26,20 +27,30 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    reuse_norm: bool = False,
 ) -> torch.Tensor:
     """Scale all gradients by min(1, max_norm / (norm + 1e-6)), in place: `torch.nn.utils.clip_grad_norm_`, but faster.
 
     model_or_parameters: a module, such as a FusedRingDDP after its backward, or parameters. Only of a module is it
         known that gradients lie together. A parameter that comes several times counts once; None gradients are skipped.
     norm_type, error_if_nonfinite, foreach: as for torch's function.
+    reuse_norm: take the norm that the launches of the last backward have learnt (`StepReport.grad_norm`), instead of
+        reading the gradients for it; on a GPU the host waits for those launches. Gradients are read all the same where
+        that norm is not known, where its squares overflowed float32, and where operators have changed them since. A
+        change through `.data` or numpy is not noticed, so do not ask for it after one.
 
     Returns the norm of all gradients as one vector, before they were scaled: a tensor without dimensions, the same bits
     on every rank. It may differ from what torch's function gives, since n elements are summed in another order: by n/2
     eps of the dtype in which they are summed at most, and by little in practice. Norms of 16-bit gradients are rounded
-    to 16 bits, there once for each tensor and here once for each bucket. Scaled gradients differ accordingly.
+    to 16 bits, there once for each tensor and here once for each bucket; a reused norm is summed in float32, whatever
+    the gradients are. Scaled gradients differ accordingly.
 
-    Raises RuntimeError with error_if_nonfinite=True if the norm is infinite or NaN; then nothing was scaled.
+    Raises RuntimeError with error_if_nonfinite=True if the norm is infinite or NaN; then nothing was scaled. Raises
+    ValueError for reuse_norm with another norm_type than 2.
     """
+    if reuse_norm and norm_type != 2:
+        raise ValueError(f"reuse_norm knows the norm of type 2, got norm_type={norm_type}: leave one of them out")
     if isinstance(model_or_parameters, nn.Module):
         model_or_parameters, schedulers = _contents(model_or_parameters)
     else:
@@ -49,16 +60,26 @@ def clip_grad_norm_(
     parameters = {id(parameter): parameter for parameter in model_or_parameters}
     vectors: list[_Vector] = []
     in_vectors: set[int] = set()
+    known: list[float] = []
+    grads: list[torch.Tensor] = []
     # In norms of other orders zeros count, or the number of tensors.
     for scheduler in schedulers if norm_type > 0 else ():
-        for bucket, vector in zip(scheduler.buckets, _vectors_of(scheduler), strict=True):
+        averages = scheduler.results.averages() if reuse_norm else None
+        for index, (bucket, vector) in enumerate(zip(scheduler.buckets, _vectors_of(scheduler), strict=True)):
             if vector is None or not vector.members <= parameters.keys():
                 continue
             if all(entry.parameter.grad is entry.view for entry in bucket.entries):
                 vectors.append(vector)
                 in_vectors |= vector.members
+                if averages is not None and averages[index].holds_for(bucket):
+                    known.append(averages[index].squares)
+                else:
+                    grads.append(vector.elements)
     others = [p for key, p in parameters.items() if key not in in_vectors and p.grad is not None]
-    grads = [vector.elements for vector in vectors] + [p.grad for p in others if p.grad is not None]
+    grads += [p.grad for p in others if p.grad is not None]
+    if known:  # as if it were one more gradient
+        device = vectors[0].elements.device
+        grads.append(torch.tensor(math.sqrt(sum(known)), dtype=torch.float32, device=device))
     norm = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     if vectors:
         norm = norm.to(next(p.grad.device for p in parameters.values() if p.grad is not None))  # as torch has it
@@ -71,7 +92,7 @@ def clip_grad_norm_(
 
 @dataclass(frozen=True, slots=True)
 class _Vector:
-    """The gradients of a bucket, without the flags.
+    """The gradients of a bucket.
 
     padding: positions of what lies between them. members: the ids of their parameters, which the bucket keeps alive.
     """

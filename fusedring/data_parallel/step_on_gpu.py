@@ -1,29 +1,25 @@
-"""A training step's side on the GPU: which streams produced its gradients, when that was, what the host hears later."""
+"""A training step's side on the GPU: which streams produced its gradients, and when that was."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from fusedring.data_parallel.buckets import Bucket
-from fusedring.engines.cuda import CudaEngine
-from fusedring.group.work import GpuWork, Work
-from fusedring.transport.gpu import Event, Stream
+from fusedring.engines.work import GpuWork, Work
+from fusedring.transport.gpu import Event, Gpu, Stream
 
 
-class GpuStep:
+class StepOnGpu:
     """Made when the first gradient is ready, in the stream that produced it.
 
     began: seconds of time.perf_counter() then, from which the GPU's times are counted. captured: whether the step goes
     into a CUDA graph; then there are no times.
     """
 
-    def __init__(self, engine: CudaEngine, began: float) -> None:
-        self._gpu, self._began = engine.gpu, began
-        self.captured = self._gpu.is_capturing()
+    def __init__(self, gpu: Gpu, began: float) -> None:
+        self._gpu, self._began = gpu, began
+        self.captured = gpu.is_capturing()
         self._streams: dict[Stream, None] = {}
-        self._begun: Event = self._gpu.mark(self._gpu.current_stream())
+        self._begun: Event = gpu.mark(gpu.current_stream())
         self._ended: Event = self._begun
 
     def produced(self) -> None:
@@ -64,18 +60,3 @@ class GpuStep:
 
     def _at(self, event: Event) -> float:
         return self._began + self._gpu.seconds(self._begun, event)
-
-
-class FlagsOnTheWay:
-    """A copy of the flags, on its way to the host: most steps set none, and none waits to hear that."""
-
-    def __init__(self, engine: CudaEngine, bucket: Bucket) -> None:
-        self._gpu = engine.gpu
-        pinned = self._gpu.pinned(bucket.flags.nbytes)
-        self._flags = pinned.view(bucket.flags.dtype).view(bucket.flags.shape)
-        self._gpu.copy(self._flags, bucket.flags)
-        self._copied = self._gpu.mark(self._gpu.current_stream())
-
-    def read(self) -> torch.Tensor | None:
-        """The flags, if they have come."""
-        return self._flags if self._gpu.has_passed(self._copied) else None

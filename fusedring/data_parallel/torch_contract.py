@@ -10,30 +10,28 @@ import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NoReturn
-from weakref import finalize
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import BuiltinCommHookType, _broadcast_coalesced
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
 
 from fusedring.config import dtype_name
+from fusedring.data_parallel.backward import Backward
+from fusedring.data_parallel.buffers import BufferSync, broadcast
 from fusedring.data_parallel.scheduler import Scheduler
-from fusedring.data_parallel.uneven_inputs import UnevenInputs
+from fusedring.data_parallel.uneven_inputs import TrainingRanks, UnevenInputs
 from fusedring.data_parallel.user_hook import CommHook, Hook
 from fusedring.log import my_rank
 
 DEFAULT_BUCKET_MB = 25.0
 FIRST_BUCKET_MB = 1.0
 """With the default cap the first bucket is small, so that communication starts early. Both are torch's numbers."""
-
-BROADCAST_BYTES = 250 << 20
 
 
 class ReducerCalls:
@@ -62,15 +60,15 @@ class TorchContract(DistributedDataParallel):
     forward_sync_buffers: bool
     parameters_to_ignore: set[str]
     bucket_bytes_cap: int
-    _scheduler: Scheduler | None
-    _parameters_at_start: list[tuple[str, nn.Parameter]]
-    _hooks: finalize[[list[Any]], Any]
-    _divide_by_initial_world_size: bool
-    _divisor: int | None
-    _is_shadow: bool
+    training_ranks: TrainingRanks
+    _backward: Backward
+    _buffers_under_way: BufferSync
     _last_error: str
-    _buffer_futures: list[torch.futures.Future[Any]]
-    _graph_buffers: Sequence[torch.Tensor] = ()
+
+    @property
+    def _scheduler(self) -> Scheduler | None:
+        """What drives the buckets, if there are any."""
+        return self._backward.scheduler
 
     @abstractmethod
     def _scheduler_or_open(self) -> Scheduler:
@@ -102,28 +100,6 @@ class TorchContract(DistributedDataParallel):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
-    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-        """Sets what forwards do; returns whether buffers are sent at the start."""
-        if broadcast_buffers is not None:
-            ignored = " and, beside forward_sync_buffers, ignored" if forward_sync_buffers is not None else ""
-            warnings.warn(
-                f"`broadcast_buffers` is deprecated{ignored}. Use `forward_sync_buffers` instead, which syncs "
-                "buffers at the start in any case",
-                FutureWarning,
-                stacklevel=3,
-            )
-        if forward_sync_buffers is not None:
-            self.forward_sync_buffers = forward_sync_buffers
-            return True
-        self.forward_sync_buffers = broadcast_buffers is None or broadcast_buffers
-        return self.forward_sync_buffers
-
-    def _broadcast(self, tensors: list[Any], source: int = 0) -> None:
-        """Rank `source`'s values to all. By way of `.data`: graphs that saved an earlier value stay usable."""
-        group: dist.ProcessGroup | None = self.process_group
-        if group is not None and dist.get_world_size(group) > 1 and tensors:
-            _broadcast_coalesced(group, [t.data for t in tensors], BROADCAST_BYTES, source)
-
     # Buffers
 
     def _syncs_buffers(self, when: _BufferCommHookLocation) -> bool:
@@ -142,24 +118,8 @@ class TorchContract(DistributedDataParallel):
             and next(self._named_buffers(), None) is not None
         )
 
-    @contextmanager
-    def _buffers_in_graph(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """For what is done in a graph: it has copies of the buffers, which replace them when it is through."""
-        self._graph_buffers = buffers
-        try:
-            yield
-            while self._buffer_futures:  # the graph uses the copies next
-                self._buffer_futures.pop().wait()
-        finally:
-            self._graph_buffers = ()
-
-    def _synced_buffers(self) -> dict[str, torch.Tensor]:
-        """What is to be sent and overwritten."""
-        named = dict(self._named_buffers())
-        return dict(zip(named, self._graph_buffers, strict=True)) if self._graph_buffers else named
-
     def _sync_buffers(self) -> None:
-        source = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0
+        source: int = self._find_common_rank(self._distributed_rank, True) if self._join_config.enable else 0  # type: ignore[no-untyped-call]
         self._sync_module_buffers(source)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
@@ -169,14 +129,17 @@ class TorchContract(DistributedDataParallel):
             self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
         else:
             with torch.no_grad():
-                futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self._synced_buffers())
-            self._buffer_futures += futures or []
+                futures = hook.buffer_comm_hook(
+                    hook.buffer_comm_hook_state, self._buffers_under_way.of(self._named_buffers())
+                )
+            self._buffers_under_way.futures += futures or []
 
     def _default_broadcast_coalesced(
         self, bufs: Any = None, bucket_size: int | None = None, authoritative_rank: int = 0
     ) -> None:
         """What happens without a hook, for hooks that want just that."""
-        self._broadcast(list(self._synced_buffers().values() if bufs is None else bufs), authoritative_rank)
+        buffers = self._buffers_under_way.of(self._named_buffers()).values() if bufs is None else bufs
+        broadcast(self.process_group, list(buffers), authoritative_rank)
 
     # Hooks of the user
 
@@ -201,56 +164,24 @@ class TorchContract(DistributedDataParallel):
         scheduler = self._scheduler_or_open()
         if scheduler.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        scheduler.hook = hook
+        scheduler.set_hook(hook)
 
     # Uneven inputs
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """What torch's Join calls when this rank has run out of inputs."""
-        return UnevenInputs(self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True))
+        self.training_ranks.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return UnevenInputs(self)
 
-    def _count_training_ranks(self) -> bool:
-        """All ranks tell each other whether their next backward is synced (collective); ranks without inputs do not.
-
-        Returns whether any is. Gradients are then divided by the number of those, if that was asked for.
-        """
-        syncs = torch.tensor([float(self.require_backward_grad_sync and not self._is_shadow)], device=self.device)
-        dist.all_reduce(syncs, group=self.process_group)
-        self._divisor = None if self._divide_by_initial_world_size else max(1, int(syncs.item()))
-        return bool(syncs.item())
-
-    def _shadow_iteration(self) -> None:
-        """One iteration of the others, with gradients of zero."""
-        self._is_shadow = True
-        try:
-            syncs = self._count_training_ranks()
-            if self.will_sync_module_buffers():
-                self._sync_module_buffers(self._find_common_rank(self._distributed_rank, False))
-        finally:
-            self._is_shadow = False
-        self.require_forward_param_sync = syncs
-        if syncs:
-            scheduler = self._scheduler_or_open()
-            scheduler.divisor = self._divisor
-            scheduler.shadow()
-
-    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
-        """The largest of the ranks that offer themselves (collective)."""
-        offer = torch.tensor([input_rank if rank_cond else -1], device=self.device)
-        dist.all_reduce(offer, op=dist.ReduceOp.MAX, group=self.process_group)
-        return int(offer.item())
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._authoritative_rank = self._find_common_rank(self._distributed_rank, is_last_joiner)
-        state = [p for _, p in self._named_parameters()]
-        buffers = [b for _, b in self._named_buffers()] if self.forward_sync_buffers else []
-        self._broadcast([*state, *buffers], self._authoritative_rank)
+    def _count_training_ranks(self, *, trains: bool) -> bool:
+        """All ranks tell each other who trains (collective); returns whether anybody does."""
+        return self.training_ranks.count(self.process_group, self.device, trains=trains)
 
     # What torch's class has beside the documented
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """The keys of torch's class that mean something here."""
-        trainable, scheduler = self._parameters_at_start, self._scheduler
+        trainable, scheduler = self._backward.trained.named, self._scheduler
         environment = {
             key: os.environ.get(variable, "N/A")
             for key, variable in (
@@ -274,11 +205,13 @@ class TorchContract(DistributedDataParallel):
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "static_graph": int(self.static_graph),
             "backend_name": "" if self.process_group is None else dist.get_backend(self.process_group),
-            "iteration": scheduler.steps if scheduler is not None else 0,
+            "iteration": scheduler.numbers.begun if scheduler is not None else 0,
             "dtypes": ", ".join(dict.fromkeys(dtype_name(p.dtype) for _, p in trainable)),
             "total_parameter_size_bytes": sum(p.nbytes for _, p in trainable),
             "num_parameter_tensors": len(trainable),
-            "bucket_sizes": ", ".join(map(str, scheduler.bucket_bytes)) if scheduler is not None else "",
+            "bucket_sizes": ", ".join(str(bucket.gradient_bytes) for bucket in scheduler.buckets)
+            if scheduler is not None
+            else "",
             "has_rebuilt_buckets": 0,
             "can_set_static_graph": 1,
             **({"comm_hook": hook.name} if hook is not None else {}),
@@ -303,18 +236,18 @@ class TorchContract(DistributedDataParallel):
 
     def _remove_autograd_hooks(self) -> None:
         """Gradients stay as they are from now on, on this rank."""
-        self._hooks()
+        self._backward.trained.unhook()
 
     def _check_reducer_finalized(self) -> None:
         """Raises RuntimeError if a backward has not come to its end."""
-        if self._scheduler is not None and self._scheduler.in_step:
+        if self._scheduler is not None and self._scheduler.step is not None:
             raise RuntimeError("Expected to have finished reduction in the prior iteration before starting a new one.")
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from the next synced forward on, which opens buckets in that group."""
         if not distributed_c10d._rank_not_in_group(new_process_group):
             self.process_group = new_process_group
-            self._scheduler = None
+            self._backward.scheduler = None
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         raise RuntimeError("an optimizer cannot step in backward: gradients are averaged when all of it is done")

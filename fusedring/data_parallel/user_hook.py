@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fusedring.data_parallel.buckets import Bucket
-from fusedring.group.work import Work
+from fusedring.engines.work import Work
 from fusedring.plan.launch import Outcome
 
 Hook = Callable[[Any, Any], torch.futures.Future[Any]]
@@ -42,7 +42,7 @@ class GradBucket:
 
     def buffer(self) -> torch.Tensor:
         """All its gradients, flattened one behind the other, with zeros where they are padded."""
-        return self._bucket.gradients
+        return self._bucket.flat
 
     def gradients(self) -> list[torch.Tensor]:
         """Views of the buffer in the shapes of the parameters."""
@@ -58,7 +58,7 @@ class GradBucket:
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Put other gradients there."""
-        self._bucket.gradients.copy_(buffer.view(-1))
+        self._bucket.flat.copy_(buffer.view(-1))
 
 
 class HookWork(Work):
@@ -82,7 +82,7 @@ class HookWork(Work):
         if not self._taken:
             self._taken, self._ended = True, time.perf_counter()
             value = value[0] if isinstance(value, (list, tuple)) else value
-            gradients = self._bucket.gradients
-            if value.data_ptr() != gradients.data_ptr():
-                gradients.copy_(value.view(-1)[: gradients.numel()])
+            flat = self._bucket.flat
+            if value.data_ptr() != flat.data_ptr():
+                flat.copy_(value.view(-1)[: flat.numel()])
         return True

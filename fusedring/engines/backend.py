@@ -1,4 +1,4 @@
-"""The group's own backend, where kernels of all ranks cannot reach each other's memory."""
+"""The group's own backend on GPUs, where kernels of all ranks cannot reach each other's memory."""
 
 from __future__ import annotations
 
@@ -9,27 +9,44 @@ import torch
 import torch.distributed as dist
 
 from fusedring.config import accumulate_dtype, torch_dtype
+from fusedring.engines.on_gpu import GpuEngine
 from fusedring.plan.launch import Launch
 from fusedring.plan.plan import split_evenly
 from fusedring.transport.gpu import Gpu
 from fusedring.transport.launch_log import Ledger
 from fusedring.transport.source import Source
+from fusedring.transport.workspace import Workspace
 
 if TYPE_CHECKING:
     from fusedring.kernels.region import Totals
 
 
-class Backend:
+class BackendEngine(GpuEngine):
     """Launches by the group's own backend: scale, narrow, all_reduce, widen. Its bits differ from the kernels'."""
 
-    def __init__(self, gpu: Gpu, group: dist.ProcessGroup, ledger: Ledger) -> None:
-        self.name, self.ledger = f"the group's backend ({dist.get_backend(group)})", ledger
-        self._gpu, self._group = gpu, group
+    name = "backend"
+    tells_values = False
 
-    def check_capture(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
+    def __init__(
+        self, gpu: Gpu, workspace: Workspace, ledger: Ledger, group: dist.ProcessGroup, *, channels: int
+    ) -> None:
+        super().__init__(gpu, workspace, ledger, channels=channels)
+        self.title = f"the group's backend ({dist.get_backend(group)})"
+        self._group = group
+
+    def close(self) -> None:
+        """The group is not ours."""
+
+    def _check_capture(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> None:
         """The backend says itself what it cannot do."""
 
-    def run(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], timeout: float) -> list[Totals]:
+    def _look(self, label: str) -> None:
+        self._ledger.compare()
+
+    def _stop(self) -> None:
+        """Its operations end by the group's own timeout."""
+
+    def _give(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], timeout: float) -> list[Totals]:
         wire = torch_dtype(launch.wire)
         for source in sources:
             tensor[source.start : source.start + source.tensor.numel()].copy_(source.tensor)
@@ -42,12 +59,3 @@ class Backend:
         dist.all_reduce(mine, group=self._group)
         tensor.copy_(mine)
         return []
-
-    def check(self, label: str) -> None:
-        self.ledger.compare()
-
-    def stop(self) -> None:
-        """Its operations end by the group's own timeout."""
-
-    def close(self) -> None:
-        """The group is not ours."""

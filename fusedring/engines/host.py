@@ -26,27 +26,47 @@ import torch
 
 from fusedring.config import torch_dtype
 from fusedring.engines.arithmetic import CHUNK_ELEMENTS, Arithmetic
+from fusedring.engines.work import Work
 from fusedring.plan.launch import Launch, Outcome
-from fusedring.plan.plan import ALIGNMENT, COLLECTING, Plan, make_plan
-from fusedring.transport import agreement as launching
+from fusedring.plan.plan import ALIGNMENT, COLLECTING, Plan, Span, cut_into_windows, make_plan
+from fusedring.plan.policy import Rule
+from fusedring.transport import agreement
+from fusedring.transport.gpu import Stream
 from fusedring.transport.source import Location, Source
 from fusedring.transport.workspace import Workspace
 
 DONE: Final = (1 << 32) - 1
 """The last point of every epoch."""
 
-Span = tuple[int, int]
-
 
 class HostEngine:
     """Runs launches on one workspace, one after another."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    name = "host"
+    in_caller = False
+    reads_in_place = False
+    tells_values = False
+    gpu = None
+
+    def __init__(self, workspace: Workspace, rules: Sequence[Rule]) -> None:
+        self.rules = rules
         self._workspace = workspace
         self._arithmetics: dict[tuple[str, str], Arithmetic] = {}
 
+    def work(self, result: torch.Tensor, label: str) -> Work:
+        """As `Engine.work`."""
+        return Work(result, label)
+
     @torch.no_grad()
-    def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float, sources: Sequence[Source] = ()) -> Outcome:
+    def start(
+        self,
+        launch: Launch,
+        tensor: torch.Tensor,
+        *,
+        timeout: float,
+        sources: Sequence[Source] = (),
+        after: Sequence[Stream] = (),
+    ) -> Outcome:
         """Execute `launch` on this rank's `tensor`, in place: one-dimensional, contiguous, in host memory.
 
         sources: must be empty, since this engine reads what it reduces in `tensor` itself.
@@ -61,9 +81,9 @@ class HostEngine:
         windows = job.windows(staged=here is None)
         if here is None:
             job.copy_in(windows[0])
-        headers = workspace.meet(launching.pack(launch, here), timeout=timeout)
+        headers = workspace.meet(agreement.pack(launch, here), timeout=timeout)
         started = time.perf_counter()
-        locations = launching.agree(headers)
+        locations = agreement.agree(headers)
         if here is not None and None in locations:
             windows = job.windows(staged=True)
         job.locations = locations
@@ -76,6 +96,16 @@ class HostEngine:
             if here is None and not job.exchanges_slots:
                 job.copy_out(window)
         return Outcome(started)
+
+    def settle(self) -> None:
+        """What was started has ended."""
+
+    def close(self) -> None:
+        """As `Engine.close`."""
+        self._arithmetics.clear()
+
+    def abandon(self) -> None:
+        """The workspace tells the other ranks."""
 
     def _arithmetic(self, dtype: str, wire: str) -> Arithmetic:
         if (dtype, wire) not in self._arithmetics:
@@ -111,10 +141,7 @@ class _Job:
         longest = max(stop - start for start, stop in self.spans)
         if not staged or longest <= self.capacity:
             return [self.spans]
-        return [
-            tuple((min(start + at, stop), min(start + at + self.capacity, stop)) for start, stop in self.spans)
-            for at in range(0, longest, self.capacity)
-        ]
+        return cut_into_windows(self.spans, self.capacity)
 
     def slot_piece(self, rank: int, epoch: int, span: int, elements: int) -> torch.Tensor:
         base = self.workspace.slot(rank, epoch % 2).view(self.tensor.dtype)

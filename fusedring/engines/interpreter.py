@@ -17,10 +17,15 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from fusedring.engines.kernel_launches import Window, Windows
+from fusedring.engines.kernel_launches import KernelLaunch, KernelLaunches
+from fusedring.engines.work import Work
 from fusedring.errors import FusedRingError
+from fusedring.kernels.region import Region, region_bytes
+from fusedring.kernels.tiles import write_now
 from fusedring.plan.launch import Launch, Outcome
-from fusedring.transport import agreement as launching
+from fusedring.plan.policy import Rule
+from fusedring.transport import agreement
+from fusedring.transport.gpu import Stream
 from fusedring.transport.kernel_status import Boards, Watch
 from fusedring.transport.source import Source
 from fusedring.transport.workspace import Workspace
@@ -34,15 +39,34 @@ CHANNELS = 2
 _MOST_LOOKS = 1 << 62
 
 
-class TritonEngine:
+class InterpreterEngine:
     """Runs launches on one workspace, one after another."""
 
-    def __init__(self, workspace: Workspace) -> None:
+    name = "triton"
+    in_caller = True  # in another thread, Triton's interpreter would meet the caller's own kernels
+    reads_in_place = True
+    tells_values = True
+    gpu = None
+
+    def __init__(self, workspace: Workspace, rules: Sequence[Rule]) -> None:
+        self.rules = rules
         self._workspace = workspace
         self._opened: _Opened | None = None
 
+    def work(self, result: torch.Tensor, label: str) -> Work:
+        """As `Engine.work`."""
+        return Work(result, label)
+
     @torch.no_grad()
-    def run(self, launch: Launch, tensor: torch.Tensor, *, timeout: float, sources: Sequence[Source] = ()) -> Outcome:
+    def start(
+        self,
+        launch: Launch,
+        tensor: torch.Tensor,
+        *,
+        timeout: float,
+        sources: Sequence[Source] = (),
+        after: Sequence[Stream] = (),
+    ) -> Outcome:
         """Execute `launch` on this rank's `tensor`, in place: one-dimensional, contiguous, in host memory.
 
         sources: parts of the tensor that are read elsewhere; only the result is written to `tensor`.
@@ -53,15 +77,15 @@ class TritonEngine:
         and step if a rank makes no progress for about `timeout` seconds, or PeerLostError if it has ended, and then
         `tensor` is NaN; FusedRingError if a kernel of another group is running in this process.
         """
-        headers = self._workspace.meet(launching.pack(launch, None), timeout=timeout)
+        headers = self._workspace.meet(agreement.pack(launch), timeout=timeout)
         started = time.perf_counter()
-        launching.agree(headers)
+        agreement.agree(headers)
         if self._opened is None:  # on all ranks
             self._opened = _Opened(self._workspace, timeout)
         opened, squares, unbounded = self._opened, 0.0, False
         try:
             with _alone(launch, self._workspace.rank):
-                for window in opened.windows.of(launch, tensor, sources):
+                for window in opened.kernels.of(launch, tensor, sources):
                     opened.run(launch, window, tensor, timeout)
                     squares += float(window.totals.squares.sum())
                     unbounded |= bool(window.totals.unbounded.any())
@@ -71,20 +95,22 @@ class TritonEngine:
             raise
         return Outcome(started, squares, unbounded)
 
-    @property
-    def windows(self) -> Windows:
-        """The tables of this rank; after the first launch, which opens the regions."""
-        assert self._opened is not None
-        return self._opened.windows
+    def settle(self) -> None:
+        """What was started has ended."""
+
+    def close(self) -> None:
+        """As `Engine.close`."""
+        self._opened = None
+
+    def abandon(self) -> None:
+        """The workspace tells the other ranks, and a kernel that waits for this one is stopped there."""
 
 
 class _Opened:
     """The regions and boards of all ranks. Making it is collective."""
 
     def __init__(self, workspace: Workspace, timeout: float) -> None:
-        from fusedring.kernels.region import Region, region_bytes
         from fusedring.kernels.signals import BOARD_BYTES, INTERPRETER
-        from fusedring.kernels.tiles import write_now
 
         ranks = range(workspace.world_size)
         nbytes = region_bytes(workspace.world_size, PARITY_BYTES)
@@ -99,10 +125,10 @@ class _Opened:
         self._region = Region(
             torch.tensor(bases), workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, INTERPRETER.value
         )
-        self.windows = Windows(self._region, write_now)
+        self.kernels = KernelLaunches(self._region, write_now)
         self._look_seconds = seconds_per_look()
 
-    def run(self, launch: Launch, window: Window, tensor: torch.Tensor, timeout: float) -> None:
+    def run(self, launch: Launch, window: KernelLaunch, tensor: torch.Tensor, timeout: float) -> None:
         """Run one kernel to its end. Raises if it gave up."""
         ended, watch = self._epochs(), Watch(self.boards)
         try:

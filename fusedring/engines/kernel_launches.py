@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fusedring.config import torch_dtype
+from fusedring.kernels import direct, ring
+from fusedring.kernels.region import How, Prepared, Region, Totals, row_bytes
+from fusedring.kernels.tiles import Run, Table, block_of
 from fusedring.plan.launch import Launch
-from fusedring.plan.plan import ALIGNMENT, make_plan
+from fusedring.plan.plan import ALIGNMENT, cut_into_windows, make_plan
 from fusedring.transport.source import Source
-
-if TYPE_CHECKING:
-    from fusedring.kernels.region import How, Prepared, Region, Totals
-    from fusedring.kernels.tiles import Run, Table
 
 CHUNK_BYTES = 64 << 10
 """Wire bytes that are signalled together, at the least: a system-scope release stalls a program for about 1 µs."""
@@ -31,8 +30,8 @@ Write = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """A kernel launch with its tables, and what it learns of the values that it completes."""
+class KernelLaunch:
+    """One window of a launch: its tables, its kernel, and what that learns of the values that it completes."""
 
     table: Table
     totals: Totals
@@ -44,17 +43,17 @@ class _Kept:
     """addresses: where the sources of a bucket lie."""
 
     addresses: list[int]
-    windows: list[Window]
+    windows: list[KernelLaunch]
 
 
-class Windows:
-    """The windows of all launches on one rank's region. write: how tables reach the device."""
+class KernelLaunches:
+    """The kernels of all launches on one rank's region. write: how tables reach the device."""
 
     def __init__(self, region: Region, write: Write) -> None:
         self._region, self._write = region, write
         self._kept: dict[Any, _Kept] = {}
 
-    def of(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> list[Window]:
+    def of(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> list[KernelLaunch]:
         """The windows of a launch on the flat `tensor`, parts of which are read from `sources`."""
         if not launch.elements:
             return []
@@ -87,7 +86,7 @@ class Windows:
             *[source.data_ptr() % 16 for source in tensors],
         )
 
-    def known(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> list[Window]:
+    def known(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> list[KernelLaunch]:
         """As `of`, but nothing is built or written: none if the launch is new."""
         kept = self._kept.get(self._key(launch, tensor, sources))
         return kept.windows if kept is not None else []
@@ -96,11 +95,9 @@ class Windows:
         """Keep nothing that was built so far."""
         self._kept.clear()
 
-    def build(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> list[Window]:
+    def build(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> list[KernelLaunch]:
         """As `of`, anew, and not kept here."""
-        from fusedring.kernels.region import Totals
         from fusedring.kernels.signals import SIGNAL_ROW
-        from fusedring.kernels.tiles import Table, block_of
 
         if not launch.elements:
             return []
@@ -111,9 +108,7 @@ class Windows:
         chunk = max(CHUNK_BYTES // wire.itemsize, -(-span // (SIGNAL_ROW.value // region.world)))
         chunk = -(-chunk // ALIGNMENT) * ALIGNMENT
         windows = []
-        for at in range(0, max(stop - start for start, stop in plan.parts), span):
-            segments = [plan.bounds(segment) for segment in range(region.world)]
-            segments = [(min(start + at, stop), min(start + at + span, stop)) for start, stop in segments]
+        for segments in cut_into_windows([plan.bounds(segment) for segment in range(region.world)], span):
             origins = [start for start, _ in segments]
             if _holds_all(launch):  # the windows of all segments lie one behind the other in a row
                 origins = [start - segment * span for segment, (start, _) in enumerate(segments)]
@@ -125,20 +120,16 @@ class Windows:
                 torch.zeros(region.channels, dtype=torch.int32, device=device),
             )
             kernel = prepare(launch, table, region, totals)
-            windows.append(Window(table, totals, kernel))
+            windows.append(KernelLaunch(table, totals, kernel))
         return windows
 
     def _span(self, launch: Launch) -> int:
         """Elements of each segment that one window takes."""
-        from fusedring.kernels.direct import direct_rows
-        from fusedring.kernels.region import row_bytes
-        from fusedring.kernels.ring import ring_rows
-
         world = self._region.world
         if launch.algorithm == "ring":
-            rows = ring_rows(world)
+            rows = ring.ring_rows(world)
         else:
-            rows = direct_rows(launch.algorithm if _holds_all(launch) else "two_shot", world)
+            rows = direct.direct_rows(launch.algorithm if _holds_all(launch) else "two_shot", world)
         elements = row_bytes(self._region, rows) // torch_dtype(launch.wire).itemsize
         if _holds_all(launch):
             elements //= world
@@ -148,8 +139,6 @@ class Windows:
 
 def prepare(launch: Launch, table: Table, region: Region, totals: Totals) -> Prepared:
     """The kernel that does what `launch` says with the tiles of `table`."""
-    from fusedring.kernels import direct, ring
-
     scatter, gather = launch.kind != "all_gather", launch.kind != "reduce_scatter"
     scale = launch.factor if scatter else 1.0
     how: How = {"dtype": torch_dtype(launch.dtype), "wire": torch_dtype(launch.wire), "scale": scale}
@@ -174,8 +163,6 @@ def _holds_all(launch: Launch) -> bool:
 
 def _runs(tensor: torch.Tensor, sources: Sequence[Source]) -> list[Run]:
     """The sources, and between them the tensor itself."""
-    from fusedring.kernels.tiles import Run
-
     runs, at = [], 0
     for source in sources:
         if source.start > at:

@@ -4,6 +4,8 @@ On a GPU each virtual rank has a stream of its own, and its region and board are
 to each other, and wait for each other, as those of several GPUs do. All programs must find their place at once, which
 is checked at the start. On the CPU each virtual rank is a forked child for as long as a collective takes, under
 Triton's interpreter.
+
+This file may be imported before TRITON_INTERPRET is set, so it imports the kernels only where they are used.
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from fusedring.config import (
     dtype_name,
     scale_factor,
 )
-from fusedring.engines.kernel_launches import Windows
 from fusedring.errors import FusedRingError
 from fusedring.plan.launch import Launch
 from fusedring.transport.gpu import Cuda, Event, Stream
@@ -215,13 +216,14 @@ class VirtualCollective:
         launch: Launch,
         tensors: Sequence[torch.Tensor],
     ) -> None:
+        from fusedring.engines.kernel_launches import KernelLaunches
         from fusedring.kernels.tiles import write_now
 
         self._place, self._regions, self._boards, self._launch = place, regions, boards, launch
         self._tensors = tensors
         self._reachable = [place.reachable(tensor) for tensor in tensors]
         self._windows = [
-            Windows(region, write_now).build(launch, tensor, ())
+            KernelLaunches(region, write_now).build(launch, tensor, ())
             for region, tensor in zip(regions, self._reachable, strict=True)
         ]
 

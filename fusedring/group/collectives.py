@@ -17,8 +17,8 @@ from fusedring.config import (
     dtype_name,
     scale_factor,
 )
-from fusedring.group.communicator import close, communicator_of
-from fusedring.group.work import Work
+from fusedring.engines.work import Work
+from fusedring.group.groups import close, communicator_of
 from fusedring.plan.launch import Launch
 from fusedring.plan.plan import split_evenly
 
@@ -172,15 +172,15 @@ def _collective(
     check_engine(config.engine, tensor.device)
     scale_factor(op, scale, 1, tensor.dtype)
     communicator = communicator_of(group, timeout=config.timeout)
-    engine = communicator.resolve_engine(config.engine, tensor.device, timeout=config.timeout)
+    engine = communicator.engine_for(config.engine, tensor.device, timeout=config.timeout)
     launch = Launch(
         kind,
-        communicator.resolve(config.algorithm, tensor.nbytes, tensor.device),
+        communicator.algorithm_for(config.algorithm, tensor.nbytes, engine),
         tensor.numel(),
         dtype_name(tensor.dtype),
         dtype_name(config.wire or tensor.dtype),
         scale_factor(op, scale, communicator.world_size, tensor.dtype),
-        engine,
+        engine.name,
     )
     flat = tensor.detach().view(-1)
     result = tensor
@@ -189,8 +189,8 @@ def _collective(
         result = flat[start:stop]
     _bump_version(tensor)
     if async_op:
-        return communicator.submit(launch, flat, result=result, timeout=config.timeout)
-    communicator.run(launch, flat, timeout=config.timeout)
+        return communicator.submit(engine, launch, flat, result=result, timeout=config.timeout)
+    communicator.run(engine, launch, flat, timeout=config.timeout)
     return result
 
 

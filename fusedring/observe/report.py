@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BucketReport:
-    """A bucket: its size, with padding and flags, and the names of its parameters."""
+    """A bucket: its size, with padding, and the names of its parameters."""
 
     bytes: int
     parameters: tuple[str, ...]
@@ -38,6 +38,9 @@ class StepReport:
     parameter's was computed. backward_end: the last gradient was computed.
     exposed_wait: seconds from then to the end of the last launch. overlap: the part of the time spent in launches that
     lay between backward_start and backward_end, 0 to 1.
+    grad_norm: the 2-norm of all averaged gradients as one vector, the same bits on every rank; found_inf: whether one
+    of them is inf or NaN. Nothing is read for them again. None where nobody has looked at the values: on the host
+    engine, with a communication hook of the user, where the group's own backend reduces, where parameters are ignored.
     """
 
     backward_start: float
@@ -46,6 +49,8 @@ class StepReport:
     launches: tuple[LaunchReport, ...]
     exposed_wait: float
     overlap: float
+    grad_norm: float | None = None
+    found_inf: bool | None = None
 
     def __rich__(self) -> Table:
         """A table of the launches: where in backward each began, what it took, and how much of that was exposed."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+FLAGS = -2
+"""In place of a bucket's number: the flags at the end of a training step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -12,8 +15,8 @@ class Launch:
     kind: 'all_reduce', 'reduce_scatter' or 'all_gather'. dtype, wire: names of dtypes, of the tensor and of what
         crosses between ranks.
     factor: what each contribution is multiplied by. engine: the name of the engine that carries it out.
-    wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training). Wrappers are
-        numbered as they were made.
+    wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training; bucket may be
+        FLAGS). Wrappers are numbered as they were made.
     """
 
     kind: str
@@ -30,6 +33,8 @@ class Launch:
     @property
     def label(self) -> str:
         """Its name in profiles and traces."""
+        if self.bucket == FLAGS:
+            return "fusedring::flags"
         return f"fusedring::{self.kind}" + (f"[bucket={self.bucket}]" if self.bucket >= 0 else "")
 
     @property
@@ -40,7 +45,8 @@ class Launch:
             words += f", wire {self.wire}"
         words += f", factor {self.factor:.9g}, engine {self.engine}"
         if self.step >= 0:
-            words += f", bucket {self.bucket} of step {self.step} of wrapper {self.wrapper}"
+            what = "flags" if self.bucket == FLAGS else f"bucket {self.bucket}"
+            words += f", {what} of step {self.step} of wrapper {self.wrapper}"
         return words
 
 

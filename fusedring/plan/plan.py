@@ -16,6 +16,7 @@ Elements sent in total by an all-reduce: ring, two_shot and master 2(W-1)N, one_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -24,6 +25,9 @@ from typing import Literal
 from fusedring.config import ALGORITHMS, KINDS, Algorithm, Kind
 
 Phase = Literal["reduce-scatter", "all-gather", "exchange", "gather", "broadcast", "scatter"]
+
+Span = tuple[int, int]
+"""Elements [start, stop)."""
 
 ALIGNMENT = 16
 """Parts are multiples of this many elements: 16-byte accesses for every dtype, and what Triton needs to vectorise."""
@@ -63,14 +67,14 @@ class Plan:
     algorithm: Algorithm
     world_size: int
     elements: int
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[Span, ...]
     steps: tuple[Step, ...]
 
     def owner(self, segment: int) -> int:
         """The rank where the sum of `segment` is complete."""
         return (segment - 1) % self.world_size if self.algorithm == "ring" else segment
 
-    def bounds(self, segment: int) -> tuple[int, int]:
+    def bounds(self, segment: int) -> Span:
         """Where `segment` lies in the tensor: elements [start, stop)."""
         return self.parts[self.owner(segment)]
 
@@ -110,11 +114,20 @@ class Plan:
         return sum(self.elements_per_rank)
 
 
-def split_evenly(elements: int, world_size: int) -> tuple[tuple[int, int], ...]:
+def split_evenly(elements: int, world_size: int) -> tuple[Span, ...]:
     """Cut [0, elements) into `world_size` runs that differ by at most one block of `ALIGNMENT` elements."""
     blocks = -(-elements // ALIGNMENT)
     edges = [min(elements, ALIGNMENT * (r * blocks // world_size)) for r in range(world_size)] + [elements]
     return tuple(pairwise(edges))
+
+
+def cut_into_windows(spans: Sequence[Span], elements: int) -> list[tuple[Span, ...]]:
+    """Cut runs of elements into windows: each holds the same `elements` elements of every run, as far as it goes."""
+    longest = max(stop - start for start, stop in spans)
+    return [
+        tuple((min(start + at, stop), min(start + at + elements, stop)) for start, stop in spans)
+        for at in range(0, longest, elements)
+    ]
 
 
 @lru_cache(maxsize=1024)

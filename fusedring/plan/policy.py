@@ -33,11 +33,11 @@ class Rule:
 
 
 ENGINES_BY_DEVICE = {
-    "cpu": Choice("host", "tensors in host memory: ranks on one machine read each other's in shared memory"),
+    "cpu": Choice("host", "tensors in host memory (ranks on one machine read each other's in shared memory)"),
     "cuda": Choice(
         "triton",
-        "tensors on a GPU: kernels of all ranks write to each other; the first collective tries out how, and the "
-        "group's own backend takes over where they cannot",
+        "tensors on a GPU (kernels write to each other's memory; the first collective tries out how, and where they "
+        "cannot the group's own backend reduces)",
     ),
 }
 """By type of device."""
@@ -47,7 +47,7 @@ def rules_in_host_memory(one_shot_bytes: int = ONE_SHOT_BYTES) -> tuple[Rule, ..
     """For ranks that share host memory. one_shot_bytes: what they agreed on."""
     return (
         Rule("one_shot", one_shot_bytes, "fewest meetings"),
-        Rule("two_shot", None, "fewest bytes, and fewer meetings than a ring"),
+        Rule("two_shot", None, "fewest bytes, in fewer meetings than a ring"),
     )
 
 
@@ -56,8 +56,8 @@ def rules_on_gpus(world_size: int, *, full_mesh: bool) -> tuple[Rule, ...]:
     small = Rule("one_shot", ONE_SHOT_BYTES_ON_GPUS, "fewest steps")
     # Both move the same bytes, two_shot in fewer steps; but where links are shared it meets itself on them.
     if world_size <= 2 or full_mesh:
-        return small, Rule("two_shot", None, "fewest bytes in fewest steps, with a link between every two GPUs")
-    return small, Rule("ring", None, "fewest bytes, and GPUs that share links meet nobody else's on a ring")
+        return small, Rule("two_shot", None, "fewest bytes, in fewer steps than a ring")
+    return small, Rule("ring", None, "fewest bytes, and on shared links nobody meets another")
 
 
 def algorithm_for(nbytes: int, rules: Sequence[Rule]) -> str:

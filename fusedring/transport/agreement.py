@@ -62,6 +62,7 @@ Message = Launch | Allocation | Opening | Wrapping
 
 _MESSAGES = (Launch, Allocation, Opening, Wrapping)
 _DTYPES = tuple(map(dtype_name, DTYPES))
+_ENGINES = (*ENGINES, "backend")
 
 _LAUNCH = struct.Struct("<qqqqqqdqqqq")
 _NUMBERS = struct.Struct("<qqqq")
@@ -87,7 +88,7 @@ def pack(message: Message, location: Location | None = None) -> bytes:
         _DTYPES.index(message.dtype),
         _DTYPES.index(message.wire),
         message.factor,
-        ENGINES.index(message.engine),
+        _ENGINES.index(message.engine),
         message.wrapper,
         message.step,
         message.bucket,
@@ -109,7 +110,7 @@ def unpack(header: bytes) -> tuple[Message, Location | None]:
         dtype=_DTYPES[dtype],
         wire=_DTYPES[wire],
         factor=factor,
-        engine=ENGINES[engine],
+        engine=_ENGINES[engine],
         wrapper=wrapper,
         step=step,
         bucket=bucket,

@@ -61,6 +61,10 @@ class Gpu(Protocol):
         """Whether `event` lies in the past. Never asked while a graph is captured."""
         ...
 
+    def wait(self, event: Event) -> None:
+        """Let the host wait for `event`."""
+        ...
+
     def seconds(self, first: Event, second: Event) -> float:
         """From one event to another. Waits for both."""
         ...
@@ -145,6 +149,9 @@ class Cuda:
 
     def has_passed(self, event: Event) -> bool:
         return bool(event.query())
+
+    def wait(self, event: Event) -> None:
+        event.synchronize()
 
     def seconds(self, first: Event, second: Event) -> float:
         first.synchronize()

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedring.errors import CollectiveTimeoutError, FusedRingError, PeerLostError
+from fusedring.errors import REOPEN, CollectiveTimeoutError, FusedRingError, PeerLostError
 
 WATCH_SECONDS = 0.1
 """How often somebody looks whether the rank that a kernel waits for lives."""
 
 GRACE_SECONDS = 1.0
 """How long a rank that gave up listens for what others were waiting for, to name the one that stopped."""
-
-REOPEN = "Call fusedring.close() on all ranks of the group before its next collective"
 
 
 @dataclass(frozen=True, slots=True)

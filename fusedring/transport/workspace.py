@@ -29,7 +29,7 @@ from typing import Final
 
 import torch
 
-from fusedring.errors import CollectiveTimeoutError, FusedRingError, OutOfMemoryError, PeerLostError
+from fusedring.errors import REOPEN, CollectiveTimeoutError, FusedRingError, OutOfMemoryError, PeerLostError
 from fusedring.transport import agreement, memfd
 from fusedring.transport.agreement import HEADER_BYTES, Allocation
 from fusedring.transport.host_signals import Signal, check_machine, cores
@@ -215,7 +215,7 @@ class Workspace:
                     CollectiveTimeoutError(
                         f"rank {self.rank} waited {timeout:g} s for rank(s) {', '.join(late)} to {what} (epoch "
                         f"{self.epoch}). Every rank must make the same calls; if a rank is only late, pass a longer "
-                        f"timeout. {_REOPEN}"
+                        f"timeout. {REOPEN}"
                     )
                 )
 
@@ -230,7 +230,7 @@ class Workspace:
         if self.is_lost(awaited) and self._signals[awaited].value < value:
             self._report(_LOST_PEER, awaited)
             how = "closed its workspace" if self._state(awaited)[0] == _CLOSED else "ended"
-            raise self._remember(PeerLostError(f"rank {awaited} {how} while rank {self.rank} waited for it. {_REOPEN}"))
+            raise self._remember(PeerLostError(f"rank {awaited} {how} while rank {self.rank} waited for it. {REOPEN}"))
 
     def _check_health(self) -> None:
         """Raise if this rank, or one of its peers, has reported a failure."""
@@ -243,19 +243,19 @@ class Workspace:
         for r in range(self.world_size):
             state, culprit, epoch = self._state(r)
             if state == _TIMED_OUT:
-                text = f"rank {r} gave up waiting for rank {culprit} in epoch {epoch}. {_REOPEN}"
+                text = f"rank {r} gave up waiting for rank {culprit} in epoch {epoch}. {REOPEN}"
                 raise self._remember(CollectiveTimeoutError(text))
             if state == _LOST_PEER:
-                raise self._remember(PeerLostError(f"rank {culprit} was lost, as rank {r} reported. {_REOPEN}"))
+                raise self._remember(PeerLostError(f"rank {culprit} was lost, as rank {r} reported. {REOPEN}"))
             if state == _LEFT:
-                text = f"rank {r} left a collective half done (epoch {epoch}): see the error there. {_REOPEN}"
+                text = f"rank {r} left a collective half done (epoch {epoch}): see the error there. {REOPEN}"
                 raise self._remember(FusedRingError(text))
 
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one left an epoch half done. Every later call raises on every rank."""
         if self._failure is None:
             self._report(_LEFT, self.rank)
-            self._remember(FusedRingError(f"an earlier collective was left half done ({error!r}). {_REOPEN}"))
+            self._remember(FusedRingError(f"an earlier collective was left half done ({error!r}). {REOPEN}"))
 
     def close(self) -> None:
         """Let go of the memory. Not collective; ranks that still wait for this one are told."""
@@ -289,9 +289,6 @@ class Workspace:
         question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         kind = _FLOCK.unpack(fcntl.fcntl(self._control_fd, fcntl.F_GETLK, question))[0]
         return bool(kind != fcntl.F_UNLCK)
-
-
-_REOPEN: Final = "Call fusedring.close() on all ranks of the group before its next collective"
 
 
 def _open_control(rendezvous: Rendezvous, timeout: float) -> tuple[int, int]:

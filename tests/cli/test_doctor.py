@@ -6,12 +6,16 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
+import torch
 
 from fusedring.bench.self_test import SelfTest
 from fusedring.cli import doctor, main
+from fusedring.group.groups import communicator_of
 from fusedring.group.spawn import RanksFailedError
+from fusedring.plan.policy import rules_on_gpus
 
 DOCTOR = [sys.executable, "-m", "fusedring", "doctor"]
 
@@ -22,6 +26,7 @@ def test_a_healthy_machine():
     findings = json.loads(done.stdout)
     assert findings["ok"]
     assert findings["engine"] == "host"
+    assert findings["auto"][0] == json.loads(json.dumps(asdict(doctor.autos(0)[0])))
     assert findings["self_test"]["wrong"] == 0
     assert findings["self_test"]["seconds"] < 100
     names = [check["name"] for check in findings["checks"]]
@@ -37,6 +42,28 @@ def test_a_healthy_machine():
         "algorithm",
         "self-test",
     ]
+
+
+def test_what_auto_stands_for_is_what_launches_follow(monkeypatch, capsys):
+    """The policy's own words, in JSON and in the table, for this machine and for GPUs that it may have."""
+    monkeypatch.setattr(doctor, "launch", lambda *_, **__: [SelfTest(2, 1.0, 1000, 0, 1.0, 1.0, 1.0)])
+    engine = communicator_of().engine_for("auto", torch.device("cpu"))
+    for count in (0, 1, 2, 4):
+        monkeypatch.setattr(doctor, "usable_gpus", lambda count=count: count)
+        assert main(["doctor", "--json"]) == 0
+        findings = json.loads(capsys.readouterr().out)
+        assert findings["engine"] == ("triton" if count else "host")
+        host, *on_gpus = findings["auto"]
+        assert host["engine"]["engine"] == engine.name
+        assert host["algorithms"] == [asdict(rule) for rule in engine.rules]
+        meshes = {0: [], 1: [True], 2: [True], 4: [False, True]}[count]
+        wanted = [[asdict(rule) for rule in rules_on_gpus(count, full_mesh=mesh)] for mesh in meshes]
+        assert [auto["algorithms"] for auto in on_gpus] == wanted
+        assert main(["doctor"]) == 0
+        table = "".join(capsys.readouterr().out.translate(dict.fromkeys(map(ord, "│ \n"))).split())
+        for auto in findings["auto"]:
+            for words in (auto["tensors"], auto["engine"]["why"], *(rule["why"] for rule in auto["algorithms"])):
+                assert words.replace(" ", "") in table, words
 
 
 def forbid_files() -> None:

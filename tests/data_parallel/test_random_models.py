@@ -22,7 +22,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -32,11 +32,13 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import fusedring.data_parallel.scheduler
 from fusedring import FusedRingDDP
-from fusedring.config import accumulate_dtype
+from fusedring.config import ALGORITHMS, accumulate_dtype
+from fusedring.data_parallel import reduction
+from fusedring.data_parallel import step as steps
 from fusedring.data_parallel.buckets import Entry
-from fusedring.group.communicator import communicator_of
+from fusedring.data_parallel.flags import Flags
+from fusedring.group.groups import communicator_of
 from tests.ranks import Ranks, staying_ranks
 
 CASES = os.environ.get("FUSEDRING_RANDOM_CASES")
@@ -134,7 +136,7 @@ def cases(draw: st.DrawFn, world: int, widths: list[int]) -> Case:
         cap_mb=draw(st.sampled_from([None, 1e-5, 5e-4])),
         as_view=draw(st.booleans()),
         wire=draw(st.sampled_from([None, "bf16"])),
-        algorithm=draw(st.sampled_from(["auto", *fusedring.plan.ALGORITHMS])),
+        algorithm=draw(st.sampled_from(["auto", *ALGORITHMS])),
     )
 
 
@@ -220,7 +222,7 @@ def run_case(rank: int, world: int, engine: str, case: Case) -> None:
         engine="auto" if engine == "gpu" else engine,
         timeout=20,
     )
-    assert (communicator_of().gpu_engine(model.device) is not None) == (engine == "gpu")
+    assert (communicator_of().engine_for("auto", model.device).gpu is not None) == (engine == "gpu")
     wire = DTYPES["bfloat16"] if case.wire else None
     faults, number = [], 0
     for index, step in enumerate(case.steps):
@@ -356,29 +358,31 @@ def test_random_models(engine, world, examples):
 
 
 def factor_off_by_a_little() -> None:
-    real = fusedring.data_parallel.scheduler.scale_factor
-    fusedring.data_parallel.scheduler.scale_factor = lambda *args: real(*args) * (1 + 2**-20)
+    real = reduction.scale_factor
+    reduction.scale_factor = lambda *args: real(*args) * (1 + 2**-20)
 
 
 def missing_gradients_are_not_set_to_zero() -> None:
-    real = fusedring.data_parallel.scheduler.Scheduler._take
+    real = steps.Step.take
 
-    def take(self, step, index):
-        entries = [entry for entry in self._buckets[index].entries if entry.parameter.grad is None]
+    def take(self, index, bucket, shared, *, reads_in_place):
+        entries = [entry for entry in bucket.entries if entry.parameter.grad is None]
         before = [entry.view.clone() for entry in entries]
-        real(self, step, index)
+        real(self, index, bucket, shared, reads_in_place=reads_in_place)
         for entry, stale in zip(entries, before, strict=True):
             entry.view.copy_(stale)
 
-    fusedring.data_parallel.scheduler.Scheduler._take = take
+    steps.Step.take = take
 
 
 def every_gradient_is_handed_out() -> None:
-    fusedring.data_parallel.scheduler.count = lambda flags: (
-        flags[0].tolist(),
-        [0] * flags.size(1),
-        [0] * flags.size(1),
-    )
+    real = Flags.read
+
+    def read(self):
+        told = real(self)
+        return replace(told, empty=[0] * len(told.empty))
+
+    Flags.read = read
 
 
 def what_is_read_in_place_is_wrong() -> None:

@@ -10,11 +10,17 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fusedring.engines import interpreter, open_gpu
+if TYPE_CHECKING:
+    from fusedring.engines.cuda import CudaEngine
+    from fusedring.engines.on_gpu import GpuEngine
+    from fusedring.group.communicator import Communicator
+
+PARITY_BYTES = 256 << 10
+"""Slots of one parity: few, so that small tensors take several windows, too."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,8 @@ class RecordingGpu:
     """`Gpu` on the CPU. calls: what was asked, in order. capturing: set it to pretend a capture."""
 
     def __init__(self) -> None:
+        # Here and below, since whoever imports this file may not have set TRITON_INTERPRET yet.
+        from fusedring.engines.interpreter import seconds_per_look
         from fusedring.kernels.signals import INTERPRETER
 
         self.device, self.platform, self.comm = torch.device("cpu"), INTERPRETER.value, "comm"
@@ -36,7 +44,7 @@ class RecordingGpu:
         self.registered: set[int] = set()
         self._current = ["main"]
         self._marks = 0
-        self._look_seconds = interpreter.seconds_per_look()
+        self._look_seconds = seconds_per_look()
 
     def note(self, *call: Any) -> None:
         self.calls.append(call)
@@ -72,6 +80,10 @@ class RecordingGpu:
     def has_passed(self, event: Mark) -> bool:
         assert not self.capturing, "events cannot be asked while a graph is captured"
         return event not in self.pending
+
+    def wait(self, event: Mark) -> None:
+        assert not self.capturing
+        self.pending.discard(event)
 
     def seconds(self, first: Mark, second: Mark) -> float:
         assert not self.capturing
@@ -110,7 +122,9 @@ class RecordingGpu:
         self.registered.remove(memory.data_ptr())
 
     def patience(self, seconds: float) -> int:
-        return interpreter.looks_within(seconds, self._look_seconds)
+        from fusedring.engines.interpreter import looks_within
+
+        return looks_within(seconds, self._look_seconds)
 
 
 def record_kernels(gpu: RecordingGpu) -> None:
@@ -126,27 +140,35 @@ def record_kernels(gpu: RecordingGpu) -> None:
     Prepared.launch = noted
 
 
-def pretend(communicator: Any, gpu: RecordingGpu, *, channels: int = 2, limit: float = 60.0) -> Any:
+def pretend(communicator: Communicator, gpu: RecordingGpu, *, channels: int = 2) -> CudaEngine:
     """Let the communicator take host memory for that of `gpu`, shared as a real GPU's would be (collective)."""
-    from fusedring.group import communicator as module
+    from fusedring.engines.cuda import CudaEngine
+    from fusedring.engines.open_gpu import ways_between_ranks
 
-    module.Peers = NoPeers
-    module.PARITY_BYTES = 256 << 10
-    open_gpu.PROBE_ELEMENTS = 4096
-    record_kernels(gpu)
-    communicator._in_order(lambda: communicator._open_gpu(gpu, channels, limit))
-    engine = communicator.gpu_engine(gpu.device)
-    assert engine.executor.name.startswith("triton on"), engine.executor.name
+    def exchange(value: Any, purpose: str) -> list[Any]:
+        return communicator.exchange(value, timeout=60, purpose=purpose)
+
+    ways = ways_between_ranks(gpu, communicator._group, communicator._workspace, exchange, timeout=60)
+    if len(ways) > 1:
+        ways[0] = NoPeers()  # instead of the real one, which would ask a real driver
+    engine = pretend_ways(communicator, gpu, ways, channels=channels)
+    assert isinstance(engine, CudaEngine), engine.title
     return engine
+
+
+def pretend_ways(communicator: Communicator, gpu: RecordingGpu, ways: list[Any], *, channels: int = 2) -> GpuEngine:
+    """The same, but with these ways between the ranks, which need not work."""
+    from fusedring.engines.open_gpu import Probe
+
+    record_kernels(gpu)
+    how = {"channels": channels, "parity_bytes": PARITY_BYTES, "probe": Probe(elements=4096)}
+    return communicator.open_gpu(gpu, timeout=60, ways=ways, **how)
 
 
 class NoPeers:
     """A machine whose GPUs do not reach each other."""
 
     name = "peer memory"
-
-    def __init__(self, gpu: Any, group: Any, *, same_index: bool = False) -> None:
-        pass
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         raise RuntimeError("peer access is not supported between these two devices\nand more that nobody reads")

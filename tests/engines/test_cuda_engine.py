@@ -17,8 +17,10 @@ from torch import nn
 
 import fusedring
 from fusedring import FusedRingDDP
+from fusedring.data_parallel.backward import Backward
 from fusedring.data_parallel.checks import gpu_of
-from fusedring.group.communicator import communicator_of
+from fusedring.group.groups import communicator_of
+from fusedring.plan.policy import rules_on_gpus
 from tests.engines.recording_gpu import RecordingGpu, pretend
 from tests.ranks import run_ranks, start_ranks
 
@@ -141,8 +143,8 @@ def check_a_step(rank: int, world: int) -> None:
     gpu.calls.clear()
     train(model, rank, 1)
     kernels = [at for at, call in enumerate(gpu.calls) if call[0] == "kernel"]
-    assert len(kernels) == 2, gpu.calls
-    first, second = kernels
+    assert len(kernels) == 3, gpu.calls
+    first, second, _ = kernels  # the last one sums the flags
     # Each kernel comes after the streams that have produced gradients so far.
     assert ("order", "main", "comm") in gpu.calls[:first]
     assert ("order", "side", "comm") not in gpu.calls[:first]
@@ -179,18 +181,18 @@ def check_a_compiled_step(rank: int, world: int) -> None:
     gpu = open_gpu()
     module = make_model()
     model = FusedRingDDP(module, algorithm="ring", bucket_cap_mb=0.01)
-    real = FusedRingDDP._on_announced
+    real = Backward.on_announced
 
-    def announced(self: FusedRingDDP, parameter: nn.Parameter, grad: torch.Tensor, *, only_use: bool) -> None:
+    def announced(self: Backward, parameter: nn.Parameter, grad: torch.Tensor, *, only_use: bool) -> None:
         with gpu.on("side" if parameter is module[0].weight else "main"):
             real(self, parameter, grad, only_use=only_use)
 
-    FusedRingDDP._on_announced = announced
+    Backward.on_announced = announced
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert all(map(torch.equal, train(compiled, rank, 4), want))
     gpu.calls.clear()
     train(compiled, rank, 1)
-    first, second = (at for at, call in enumerate(gpu.calls) if call[0] == "kernel")
+    first, second, _ = (at for at, call in enumerate(gpu.calls) if call[0] == "kernel")
     assert ("order", "side", "comm") not in gpu.calls[:first]
     assert ("order", "side", "comm") in gpu.calls[first:second]
     assert {("after", "comm", "main"), ("after", "comm", "side")} <= set(gpu.calls[second:])
@@ -203,7 +205,7 @@ def test_the_order_of_calls_in_a_compiled_step():
 def check_capture(rank: int, world: int) -> None:
     """The double fails if events are asked, memory is pinned or anything is waited for during a capture."""
     gpu = open_gpu()
-    engine = communicator_of().gpu_engine(gpu.device)
+    engine = communicator_of().engine_for("auto", gpu.device)
     model = FusedRingDDP(make_model(), algorithm="ring", bucket_cap_mb=0.01)
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
 
@@ -225,13 +227,13 @@ def check_capture(rank: int, world: int) -> None:
         assert all(map(torch.equal, got, want))
         assert model.report() is None
         backward()
-    captured = engine.executor._in_graphs
-    assert len(captured) == 2 * 2
+    captured = engine._in_graphs
+    assert len(captured) == 2 * 3
     tables = [window.table.tiles.clone() for _, windows in captured for window in windows]
     keep_away = [torch.empty(50_000) for _ in range(3)]  # so that gradients move
     for _ in range(3):
         backward()
-    assert len(captured) == 2 * 2
+    assert len(captured) == 2 * 3
     after = [window.table.tiles for _, windows in captured for window in windows]
     assert all(map(torch.equal, tables, after))
     del keep_away
@@ -341,7 +343,7 @@ def check_one_lacks(rank: int, world: int) -> str:
     with pytest.warns(UserWarning, match="no gradient on some rank") if rank else _nothing():
         model(torch.ones(1, 4)).sum().backward()
     assert second.weight.grad is not None
-    (on_the_way,) = model._scheduler._flags_on_the_way or [None]
+    (on_the_way,) = model._scheduler.results._on_the_way or [None]
     if rank == 0:  # while they are on their way, nothing is known
         gpu.pending.add(on_the_way._copied)
         assert model._scheduler.late_elsewhere() == []
@@ -466,13 +468,14 @@ def test_a_rank_that_ends_is_named():
 def check_channels(rank: int, world: int) -> None:
     gpu = open_gpu(channels=3)
     communicator = communicator_of()
+    engine = communicator.engine_for("auto", gpu.device)
     FusedRingDDP(make_model(), channels=3)
     with pytest.raises(fusedring.FusedRingError, match="opened with 3 channels, and now 4"):
         FusedRingDDP(make_model(), channels=4)
-    assert communicator.resolve("auto", 1 << 10, gpu.device) == "one_shot"
-    assert communicator.resolve("auto", 1 << 30, gpu.device) == "two_shot"
-    communicator._on_gpus[gpu.device].full_mesh = False
-    assert communicator.resolve("auto", 1 << 30, gpu.device) == ("two_shot" if world == 2 else "ring")
+    assert communicator.algorithm_for("auto", 1 << 10, engine) == "one_shot"
+    assert communicator.algorithm_for("auto", 1 << 30, engine) == "two_shot"
+    engine.rules = rules_on_gpus(world, full_mesh=False)
+    assert communicator.algorithm_for("auto", 1 << 30, engine) == ("two_shot" if world == 2 else "ring")
 
 
 def test_channels_and_algorithms():

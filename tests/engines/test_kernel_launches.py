@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.no_driver import STREAM, NoDriver, no_driver
 from fusedring.config import dtype_name
-from fusedring.engines.kernel_launches import Window, Windows
+from fusedring.engines.kernel_launches import KernelLaunch, KernelLaunches
 from fusedring.kernels.region import Region
 from fusedring.kernels.signals import NVIDIA
 from fusedring.kernels.tiles import write_now
@@ -28,9 +28,9 @@ def driver() -> Iterator[NoDriver]:
         yield fake
 
 
-def windows_of(launch: Launch, x: torch.Tensor, rank: int = 0, sources: tuple[Source, ...] = ()) -> list[Window]:
+def windows_of(launch: Launch, x: torch.Tensor, rank: int = 0, sources: tuple[Source, ...] = ()) -> list[KernelLaunch]:
     region = Region(torch.zeros(5, dtype=torch.int64), rank, 4, 64 << 20, CHANNELS, NVIDIA.value)
-    return Windows(region, write_now).of(launch, x, sources)
+    return KernelLaunches(region, write_now).of(launch, x, sources)
 
 
 @pytest.mark.parametrize(

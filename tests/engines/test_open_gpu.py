@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 import fusedring
-from fusedring.engines import open_gpu
-from fusedring.engines.open_gpu import lend
-from fusedring.group.communicator import communicator_of
+from fusedring.group.groups import communicator_of
 from fusedring.plan.plan import split_evenly
 from fusedring.transport.gpu_memory import Alone, Lent, Pages, Peers, Pinned
 from fusedring.transport.launch_log import ENTRIES, LEDGER_BYTES, Ledger
-from tests.engines.recording_gpu import NoPeers, RecordingGpu, pretend
+from tests.engines.recording_gpu import PARITY_BYTES, NoPeers, RecordingGpu, pretend_ways
 from tests.ranks import run_ranks
 
 CHANNELS = 2
@@ -60,7 +58,8 @@ class FailsOn(Pinned):
 def check_ways(rank: int, world: int) -> list[tuple[str, ...]]:
     os.environ["TRITON_INTERPRET"] = "1"
 
-    open_gpu.PROBE_ELEMENTS, open_gpu.PROBE_SECONDS = 4096, 2.0
+    from fusedring.engines.open_gpu import Probe, lend
+
     communicator = communicator_of()
     workspace = communicator._workspace
     gpu = RecordingGpu()
@@ -70,14 +69,23 @@ def check_ways(rank: int, world: int) -> list[tuple[str, ...]]:
 
     def attempt(*ways: Any) -> Lent | list[str]:
         pages = Pages(workspace, CHANNELS, 60)
-        return lend(gpu, workspace, pages, ways, exchange, channels=CHANNELS, parity_bytes=256 << 10)
+        return lend(
+            gpu,
+            workspace,
+            pages,
+            ways,
+            exchange,
+            channels=CHANNELS,
+            parity_bytes=PARITY_BYTES,
+            probe=Probe(elements=4096, seconds=2.0),
+        )
 
     def pinned() -> Pinned:
         return Pinned(gpu, workspace, 60)
 
     told = []
     for bad in (
-        NoPeers(gpu, None),
+        NoPeers(),
         FailsOn(gpu, workspace, 60, step="allocate", rank=1),
         FailsOn(gpu, workspace, 60, step="map", rank=world - 1),
         DropsWrites(gpu, workspace, 60),
@@ -91,7 +99,7 @@ def check_ways(rank: int, world: int) -> list[tuple[str, ...]]:
         told.append(lent.why_not)
         lent.close(gpu)
         assert gpu.registered == set()
-    reasons = attempt(NoPeers(gpu, None), DropsWrites(gpu, workspace, 60))
+    reasons = attempt(NoPeers(), DropsWrites(gpu, workspace, 60))
     assert isinstance(reasons, list)
     assert len(reasons) == 2
     assert gpu.registered == set()
@@ -128,9 +136,9 @@ def check_wrong_data(rank: int, world: int) -> str:
     """The flags come, the data is not what was sent."""
     os.environ["TRITON_INTERPRET"] = "1"
 
+    from fusedring.engines.open_gpu import Probe, lend
     from fusedring.kernels.region import Prepared
 
-    open_gpu.PROBE_ELEMENTS, open_gpu.PROBE_SECONDS = 4096, 20.0
     communicator = communicator_of()
     real = Prepared.launch
 
@@ -148,7 +156,8 @@ def check_wrong_data(rank: int, world: int) -> str:
         [Pinned(gpu, communicator._workspace, 60)],
         lambda text, purpose: communicator._rendezvous.exchange(text, timeout=60, purpose=purpose),
         channels=CHANNELS,
-        parity_bytes=256 << 10,
+        parity_bytes=PARITY_BYTES,
+        probe=Probe(elements=4096, seconds=20.0),
     )
     assert isinstance(reasons, list)
     return reasons[0]
@@ -163,16 +172,12 @@ def test_data_that_does_not_arrive_is_noticed():
 def check_backend(rank: int, world: int) -> tuple[list[str], str]:
     """Where kernels cannot run, the group's own backend reduces; 'triton' by name is refused."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring.group import communicator as module
-
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("fusedring").addHandler(handler)
-    module.Pinned = lambda gpu, workspace, timeout: NoPeers(gpu, None)
-    gpu = RecordingGpu()
-    with pytest.raises(AssertionError, match="the group's backend"):
-        pretend(communicator_of(), gpu)
+    engine = pretend_ways(communicator_of(), RecordingGpu(), [NoPeers(), NoPeers()])
+    assert engine.title.startswith("the group's backend")
     x = torch.randn(1003, generator=torch.Generator().manual_seed(rank))
     everyone = [torch.randn(1003, generator=torch.Generator().manual_seed(r)) for r in range(world)]
     mean = torch.stack(everyone).double().mean(0)

@@ -248,7 +248,7 @@ def check_reuse(rank: int, world: int) -> None:
         assert (tensor[10:20] == world * (world - 1) / 2).all()
         assert (tensor[:10] == rank).all()
         del tensor
-    from fusedring.group.communicator import communicator_of
+    from fusedring.group.groups import communicator_of
 
     assert len(communicator_of()._workspace._arenas) <= 3, "released arenas stay mapped"
     with pytest.raises(fusedring.OutOfMemoryError, match=r"cannot reserve \d+ bytes"):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedring
 from fusedring import CommHookState, comm_hook
-from fusedring.group.communicator import communicator_of
+from fusedring.group.groups import communicator_of
 from tests.engines.recording_gpu import RecordingGpu, pretend
 from tests.ranks import run_ranks
 

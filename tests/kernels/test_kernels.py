@@ -271,17 +271,18 @@ def test_ranks_with_different_engines_are_told():
 
 def check_totals(rank: int, world: int) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring.group.communicator import communicator_of
+    from fusedring.group.groups import communicator_of
     from fusedring.plan.launch import Launch
 
     communicator = communicator_of()
+    engine = communicator.engine_for("triton", torch.device("cpu"))
     for algorithm in ALGORITHMS:
         for poison in (None, float("inf")):
             x = torch.arange(5000.0) % 7 + rank
             if poison and rank == 1:
                 x[4000] = poison
             launch = Launch("all_reduce", algorithm, 5000, "float32", "float32", 1.0, "triton")
-            work = communicator.submit(launch, x, result=x, timeout=20)
+            work = communicator.submit(engine, launch, x, result=x, timeout=20)
             work.wait()
             sums = torch.tensor([work.outcome.squares, float(work.outcome.unbounded)], dtype=torch.float64)
             torch.distributed.all_reduce(sums)
@@ -345,7 +346,7 @@ def test_gradients_that_share_one_memory():
 
 def check_wrap(rank: int, world: int) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring.group.communicator import communicator_of
+    from fusedring.group.groups import communicator_of
     from fusedring.kernels.region import slots_byte
     from fusedring.kernels.signals import EPOCHS
 
@@ -355,7 +356,7 @@ def check_wrap(rank: int, world: int) -> None:
         assert (x == 1).all()
 
     reduce("ring")
-    words = communicator_of()._engines["triton"]._opened._regions[rank].view(torch.int32)
+    words = communicator_of().engine_for("triton", torch.device("cpu"))._opened._regions[rank].view(torch.int32)
     torch.distributed.barrier()
     words[EPOCHS.value : slots_byte(world) // 4] = 2**31 - 3
     torch.distributed.barrier()

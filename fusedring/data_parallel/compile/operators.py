@@ -2,7 +2,7 @@
 
 A compiled backward is one node of autograd's graph: it hands over all gradients when it is through with the last. So
 that launches still begin with the first, each parameter enters a graph through `announce`, an identity whose backward
-tells the wrapper of the gradient as soon as it is computed. `armed` sees to that.
+tells the wrapper of the gradient as soon as it is computed. `modules` sees to that.
 
 What is told is a notice, no more. The gradient goes its usual way, through all hooks, to `.grad`. It is announced only
 if it is all that the graph computes for the parameter: where a parameter has other uses in the graph, its announcement
@@ -34,30 +34,28 @@ _traced = [0]
 _tagged: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _uses: dict[int, int] = {}
 """By tag: how often a parameter has entered graphs in forwards, less how often its gradient has come out since."""
-_wrappers: WeakSet[Wrapper] = WeakSet()
+_listeners: WeakSet[Listener] = WeakSet()
 
 
-class Wrapper(Protocol):
-    """What the operators in a graph call."""
+class Listener(Protocol):
+    """What the operators in a graph call: it stands for one wrapper."""
 
-    module: nn.Module
+    def arm(self) -> None:
+        """Something is being compiled: see `modules`."""
 
-    def _arm(self) -> None:
-        """Something is being compiled: see `armed`."""
-
-    def _traced_forward_begins(self, buffers: Sequence[torch.Tensor]) -> None:
+    def forward_begins(self, buffers: Sequence[torch.Tensor]) -> None:
         """A forward begins, with gradients or without. buffers: copies of the module's, perhaps, which it reads."""
 
-    def _traced_forward_ends(self, buffers: Sequence[torch.Tensor]) -> None:
+    def forward_ends(self, buffers: Sequence[torch.Tensor]) -> None:
         """A forward with gradients ends. buffers: copies of the module's, perhaps, which overwrite them afterwards."""
 
-    def _traced_backward_begins(self) -> None:
+    def backward_begins(self) -> None:
         """A gradient has come to an output of a forward that uses no parameter."""
 
-    def _on_announced(self, parameter: nn.Parameter, grad: torch.Tensor, *, only_use: bool) -> None:
+    def on_announced(self, parameter: nn.Parameter, grad: torch.Tensor, *, only_use: bool) -> None:
         """`grad` is on its way to the `.grad` of a parameter, anybody's. only_use: whether no other graph used it."""
 
-    def _refuse_traced_backward(self, parameter: nn.Parameter) -> None:
+    def refuse_traced(self, parameter: nn.Parameter) -> None:
         """A graph computes a gradient of a parameter, anybody's, but not in a backward that autograd runs."""
 
 
@@ -79,16 +77,16 @@ def tag(thing: object) -> torch.Tensor:
 
 
 def _run_forward(wrapper: torch.Tensor, buffers: Sequence[torch.Tensor], before: bool, grad: bool, _: str) -> None:
-    living: Wrapper | None = _tagged.get(int(wrapper))
+    living: Listener | None = _tagged.get(int(wrapper))
     if living is not None:
         with torch.set_grad_enabled(grad):
-            (living._traced_forward_begins if before else living._traced_forward_ends)(buffers)
+            (living.forward_begins if before else living.forward_ends)(buffers)
 
 
 def _run_backward(grad: torch.Tensor, wrapper: torch.Tensor) -> None:
-    living: Wrapper | None = _tagged.get(int(wrapper))
+    living: Listener | None = _tagged.get(int(wrapper))
     if living is not None and _in_full_backward():
-        living._traced_backward_begins()
+        living.backward_begins()
 
 
 def _run_use(parameter: torch.Tensor) -> None:
@@ -104,11 +102,11 @@ def _run_gradient(grad: torch.Tensor, parameter: torch.Tensor) -> None:
         _uses[number] = uses - 1
     if living is None:
         return
-    for wrapper in list(_wrappers):
+    for listener in list(_listeners):
         if torch._C._current_graph_task_id() < 0:
-            wrapper._refuse_traced_backward(living)
+            listener.refuse_traced(living)
         elif _in_full_backward():
-            wrapper._on_announced(living, grad, only_use=uses == 1)
+            listener.on_announced(living, grad, only_use=uses == 1)
 
 
 def _define(schema: str, run: Any) -> Any:
@@ -214,16 +212,16 @@ def trace_outputs(wrapper: torch.Tensor, outputs: Any) -> Any:
     return tree_map_only(torch.Tensor, begin, outputs)
 
 
-def listen(wrapper: Wrapper) -> None:
-    """Tell `wrapper` of announced gradients, and when something is compiled."""
-    _wrappers.add(wrapper)
+def listen(listener: Listener) -> None:
+    """Tell `listener` of announced gradients, and when something is compiled."""
+    _listeners.add(listener)
 
 
 @run_while_tracing
 def arm_all() -> None:
     """Arm the modules of all wrappers, now or, in a traced forward, while it is traced."""
-    for wrapper in list(_wrappers):
-        wrapper._arm()
+    for listener in list(_listeners):
+        listener.arm()
 
 
 def arm_when_compiling() -> None:

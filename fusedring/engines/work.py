@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fusedring.config import check_timeout
-from fusedring.engines.cuda import CudaEngine, Pending
 from fusedring.errors import CollectiveTimeoutError
 from fusedring.plan.launch import Outcome
+from fusedring.transport.gpu import Event, Gpu
+
+if TYPE_CHECKING:
+    from fusedring.kernels.region import Totals
+
+
+Learnt = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -21,6 +28,15 @@ class Batch:
     """Launches that belong together: after one of them failed, the others are not run."""
 
     error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class Pending:
+    """A launch that a GPU was given: when it begins and is done, and what its kernels learn meanwhile."""
+
+    begun: Event
+    done: Event
+    totals: list[Totals] = field(default_factory=list)
 
 
 class Work:
@@ -46,13 +62,9 @@ class Work:
 
         Raises what went wrong, or CollectiveTimeoutError if it has not ended after `timeout`; it goes on then.
         """
-        if isinstance(timeout, timedelta):
-            timeout = timeout.total_seconds()
-        check_timeout(timeout)
-        if not self._finished and not self._end().wait(timeout):
-            raise CollectiveTimeoutError(
-                f"{self._label} has not ended after {timeout:g} s; it goes on: wait again, or with a longer timeout"
-            )
+        seconds = _seconds(timeout)
+        if not self._finished and not self._end().wait(seconds):
+            raise self._goes_on(seconds)
         if self._error is not None:
             raise self._error
         return True
@@ -81,13 +93,23 @@ class Work:
         assert isinstance(self._value, Outcome)
         return self._value
 
+    def learnt(self) -> Learnt | None:
+        """Of the results that this rank completed, once it has ended; None if it failed, or nobody has looked at them.
+
+        The sum of their squares, and how many channels met one that is inf or NaN: float32 without dimensions.
+        """
+        if self._error is not None or not isinstance(self._value, Outcome) or self._value.squares is None:
+            return None
+        return torch.tensor(self._value.squares), torch.tensor(float(self._value.unbounded or 0))
+
     @property
     def ended(self) -> float:
         """time.perf_counter() at the end."""
         return self._ended
 
-    def _finish(self) -> None:
-        """It has ended: tell those who wait."""
+    def _finish(self, value: Any = None, error: BaseException | None = None) -> None:
+        """It has ended, and gave `value`, or ended with `error`: tell those who wait."""
+        self._value, self._error, self._ended = value, error, time.perf_counter()
         with self._finishing:
             self._finished = True
             if self._awaited is not None:
@@ -104,6 +126,11 @@ class Work:
                 self._awaited.set()
             return self._awaited
 
+    def _goes_on(self, seconds: float | None) -> CollectiveTimeoutError:
+        return CollectiveTimeoutError(
+            f"{self._label} has not ended after {seconds:g} s; it goes on: wait again, or with a longer timeout"
+        )
+
     def _complete(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         if self._error is None:
             future.set_result([self._tensor])
@@ -112,31 +139,31 @@ class Work:
 
 
 class GpuWork(Work):
-    """A collective on a GPU: `wait` makes the current stream wait, not the host."""
+    """A collective on a GPU: `wait` makes the current stream wait, not the host.
 
-    def __init__(self, tensor: torch.Tensor, label: str, engine: CudaEngine) -> None:
+    check: called with the label, raises what is known by now to have gone wrong on the GPU.
+    """
+
+    def __init__(self, tensor: torch.Tensor, label: str, gpu: Gpu, check: Callable[[str], None]) -> None:
         super().__init__(tensor, label)
-        self._engine = engine
+        self._gpu, self._check = gpu, check
 
     def is_completed(self) -> bool:
         """Whether the GPU is through with it, well or not."""
-        return self._error is not None or self._engine.gpu.has_passed(self.pending.done)
+        return self._error is not None or self._gpu.has_passed(self.pending.done)
 
     def wait(self, timeout: float | timedelta | None = None) -> bool:
         """What the current stream is given from now on runs after it. With a timeout the host waits, too.
 
         Raises what is known by now to have gone wrong, in this collective or an earlier one.
         """
-        if isinstance(timeout, timedelta):
-            timeout = timeout.total_seconds()
-        check_timeout(timeout)
+        seconds = _seconds(timeout)
         if self._error is not None:
             raise self._error
-        if timeout is not None and not self._passes_within(timeout):
-            raise CollectiveTimeoutError(
-                f"{self._label} has not ended after {timeout:g} s; it goes on: wait again, or with a longer timeout"
-            )
-        self._engine.join(self.pending, self._label)
+        if seconds is not None and not self._passes_within(seconds):
+            raise self._goes_on(seconds)
+        self._gpu.after(self.pending.done, self._gpu.current_stream())
+        self._check(self._label)
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
@@ -144,13 +171,24 @@ class GpuWork(Work):
 
         It tells what was known to have gone wrong when this collective was started.
         """
-        gpu = self._engine.gpu
+        gpu = self._gpu
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(
             devices=[gpu.device] if gpu.device.type == "cuda" else None
         )
         with gpu.on(gpu.comm):  # a future waits for what the stream in which it is completed was given so far
             self._complete(future)
         return future
+
+    def learnt(self) -> Learnt | None:
+        """As `Work.learnt`, but it need not have ended: in the current stream, which must be that of the launch."""
+        if not self.started:
+            return None
+        totals = self.pending.totals
+        if not totals:
+            nothing = torch.zeros((), device=self._tensor.device)
+            return nothing, nothing
+        squares, unbounded = torch.cat([t.squares for t in totals]), torch.cat([t.unbounded for t in totals])
+        return squares.sum(), unbounded.sum().float()
 
     @property
     def started(self) -> bool:
@@ -163,10 +201,16 @@ class GpuWork(Work):
         assert isinstance(self._value, Pending)
         return self._value
 
-    def _passes_within(self, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout
-        while not self._engine.gpu.has_passed(self.pending.done):
+    def _passes_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._gpu.has_passed(self.pending.done):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.0005)
         return True
+
+
+def _seconds(timeout: float | timedelta | None) -> float | None:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    check_timeout(seconds)
+    return seconds

@@ -1,0 +1,109 @@
+"""The parameters whose gradients are averaged, and how the wrapper hears of them."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fusedring.data_parallel.compile.dynamo import undisturbed
+
+
+class Listener(Protocol):
+    """Who hears of gradients."""
+
+    def on_gradient(self, index: int) -> None:
+        """The gradient of parameter number `index` has been accumulated into `.grad`."""
+
+
+class TrainedParameters:
+    """The trainable parameters of a module, as they are now, and whether they are that still.
+
+    named: those that are not to be ignored, trainable or not.
+    """
+
+    def __init__(self, module: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        self.named = [(name, p) for name, p in named if p.requires_grad]
+        self._index_of = {id(parameter): index for index, (_, parameter) in enumerate(self.named)}
+        modules = list(module.modules())
+        self._contents = [(m._parameters, [(p, _trained_as(p)) for p in m._parameters.values()]) for m in modules]
+        self._children = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
+        self._hooks: weakref.finalize[Any, Any] = weakref.finalize(self, _remove, [])
+        self._hooks()
+
+    def __contains__(self, parameter_id: object) -> bool:
+        return parameter_id in self._index_of
+
+    def index_of(self, parameter: torch.Tensor) -> int | None:
+        """Its number; None for others."""
+        return self._index_of.get(id(parameter))
+
+    def have_changed(self) -> bool:
+        """Whether the module's were replaced, added, removed, frozen, unfrozen or converted since."""
+        for children, before in self._children:
+            if len(children) != len(before) or any(map(operator.is_not, children.values(), before)):
+                return True
+        for parameters, known in self._contents:
+            if len(parameters) != len(known):
+                return True
+            for now, (then, trained_as) in zip(parameters.values(), known, strict=True):
+                # What torch.func.functional_call puts there for the time of a call is no parameter.
+                if now is not then and (now is None or isinstance(now, nn.Parameter)):
+                    return True
+                if now is then and _trained_as(now) is not trained_as:
+                    return True
+        return False
+
+    def hook(self, listener: Listener) -> None:
+        """Have `listener` told of every gradient. It stays so until `unhook`, or until one of the two is gone.
+
+        The parameters outlive both, so their hooks must neither keep them alive nor stay when they are gone.
+        """
+        self.unhook()
+        hook, weakly = undisturbed(_gradient_hook), weakref.ref(listener)
+        handles = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                functools.partial(hook, weakly, index)
+            )
+            for index, (_, parameter) in enumerate(self.named)
+        ]
+        self._hooks = weakref.finalize(listener, _remove, handles)
+        self._hooks.atexit = False
+
+    def unhook(self) -> None:
+        """Nobody is told any more."""
+        self._hooks()
+
+    @property
+    def hooked(self) -> bool:
+        """Whether somebody is told."""
+        return self._hooks.alive
+
+    @staticmethod
+    def has_hooks_of_others(parameter: torch.Tensor) -> bool:
+        """Whether more is to happen between the computation of its gradient and the end of its accumulation."""
+        after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        ours = (_gradient_hook, undisturbed(_gradient_hook))
+        return bool(parameter._backward_hooks) or any(getattr(h, "func", None) not in ours for h in after.values())
+
+
+def _trained_as(parameter: torch.Tensor | None) -> torch.dtype | None:
+    """The dtype of its gradients; None if it has none."""
+    return parameter.dtype if parameter is not None and parameter.requires_grad else None
+
+
+def _gradient_hook(listener: Callable[[], Listener | None], index: int, _: torch.Tensor) -> None:
+    living = listener()
+    if living is not None:
+        living.on_gradient(index)
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
