@@ -16,9 +16,9 @@ import triton
 
 from fusedring.bench.clock import seconds_of
 from fusedring.engines.kernel_launches import KernelLaunches
+from fusedring.kernels.layout import NVIDIA
 from fusedring.kernels.region import Region
-from fusedring.kernels.signals import NVIDIA
-from fusedring.kernels.tiles import write_now
+from fusedring.kernels.tables import write_now
 from fusedring.plan.launch import Launch
 from fusedring.transport.source import Source
 
@@ -50,7 +50,7 @@ def launch_cost(*, elements: int, tensors: int, repeats: int = 200) -> LaunchCos
     Launches go to a driver that does nothing; so this needs no GPU, and tables are written in host memory.
     """
     world, channels = 8, 12
-    region = Region(torch.zeros(world + 1, dtype=torch.int64), 0, world, 64 << 20, channels, NVIDIA.value)
+    region = Region(torch.zeros(world + 1, dtype=torch.int64), 0, world, 64 << 20, channels, NVIDIA)
     windows = KernelLaunches(region, write_now)
     flat = torch.zeros(elements)
     size = elements // tensors // 16 * 16

@@ -11,6 +11,8 @@ from typing import Literal, get_args
 
 import torch
 
+from fusedring.kernels.layout import MOST_CHANNELS
+
 Algorithm = Literal["ring", "two_shot", "one_shot", "master"]
 Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Op = Literal["avg", "sum"]
@@ -21,8 +23,6 @@ ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 OPS: tuple[Op, ...] = get_args(Op)
 ENGINES: tuple[Engine, ...] = get_args(Engine)
-MOST_CHANNELS = 128
-"""As in kernels/signals.py, which cannot be imported without triton."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _WIRES = {None: None, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -10,8 +10,8 @@ segment is passed on. In the words of NCCL, and in this order:
     receive, copy, send      W-2 times: keep what arrived, pass it on unchanged
     receive, copy            the last segment
 
-Row t of a rank's slots and signals belongs to step t: what rank r-1 sent in step t, t = 0 .. 2(W-1)-1. A slot is
-written once in an epoch; two epochs later, in the same parity, its reader has long finished with it (see signals.py).
+Row t of a rank's slots and signals belongs to step t (see layout.py). A slot is written once in an epoch; two epochs
+later, in the same parity, its reader has long finished with it.
 
 Shapes: a channel is one program; tiles are (BLOCK,). Steps are the outer loop, a step's chunks the inner one: what a
 chunk waits for was sent a whole segment ago. Channel i handles chunks i, i + CHANNELS, ... of every segment, and waits
@@ -22,15 +22,48 @@ receives c3+d3+a3, completes segment 3, keeps and sends it; receives, keeps and 
 4. (Letters are contributions, digits segments, both counted from 1.)
 """
 
-from typing import Unpack
+from typing import Any, NamedTuple, Unpack
 
 import triton
 import triton.language as tl
 
 from fusedring.kernels.cast import narrow, widen
-from fusedring.kernels.region import How, Prepared, Region, Totals
-from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal, wait_for
-from fusedring.kernels.tiles import Table, keep, nothing, own, poison, put, read_tile, slot, take, tell
+from fusedring.kernels.layout import ring_rows
+from fusedring.kernels.prepared import How, Prepared
+from fusedring.kernels.region import Region, Totals
+from fusedring.kernels.signals import abort_all, begin, end, is_aborted, post, signal_word, wait_for
+from fusedring.kernels.tables import Table
+from fusedring.kernels.tiles import (
+    Bucket,
+    keep,
+    nothing,
+    own,
+    poison,
+    put,
+    read_tile,
+    scale_of,
+    slot,
+    take,
+    tell,
+)
+
+
+class Neighbours(NamedTuple):
+    """previous: the rank that this one receives from. following: address of the region of the one it sends to."""
+
+    previous: Any
+    following: Any
+
+
+class Places(NamedTuple):
+    """Where a step takes and puts its tiles.
+
+    origin: the element of the bucket that lies first in a row. arrivals, departures: addresses of the rows.
+    """
+
+    origin: Any
+    arrivals: Any
+    departures: Any
 
 
 @triton.jit(do_not_specialize=["rank", "world", "chunks", "patience", "scale_bits"])
@@ -56,47 +89,41 @@ def ring(
 ):
     """Reduce-scatter (SCATTER), all-gather (GATHER) or both, over the tiles of a bucket.
 
-    tiles, chunk_tiles, origins: see tiles.py. output: where finished values go, of the bucket's dtype. bases: addresses
-    of the regions and of the own board, int64 (W + 1,). squares: float32 (CHANNELS,), unbounded: int32 (CHANNELS,): of
-    the values that this rank completed. row_bytes: distance between rows of slots; slots: where they begin in a region;
-    parity_bytes: distance between the two sets. scale_bits: the bits of a float64. FORM: wire dtype, accumulate dtype,
-    BLOCK, CHANNELS, PLATFORM (see signals.py) and STAGES (see tiles.py).
+    tiles, chunk_tiles, origins: see tables.py. output: where finished values go, of the bucket's dtype. bases:
+    addresses of the regions and of the own status page, int64 (W + 1,). squares: float32 (CHANNELS,), unbounded: int32
+    (CHANNELS,): of the values that this rank completed. row_bytes: distance between rows of slots; slots: where they
+    begin in a region; parity_bytes: distance between the two sets. scale_bits: the bits of a float64. FORM: a `Form`.
     """
-    channel = tl.program_id(0)
-    scale = tl.cast(scale_bits, tl.int64).to(tl.float64, bitcast=True).to(FORM[1])
-    mine, theirs = tl.load(bases + rank), tl.load(bases + (rank + 1) % world)
-    previous = (rank + world - 1) % world
-    board = tl.load(bases + world)
-    epoch = begin(mine, board, channel)
-    here = slots + (epoch & 1) * tl.cast(parity_bytes, tl.int64)
-    bucket = (tiles, chunk_tiles, origins, output, chunks, scale)
-    pitch, patience = tl.cast(row_bytes, tl.int64), tl.cast(patience, tl.int64)
-    link = (mine, board, theirs, previous, here, pitch, epoch, channel, patience)
+    bucket = Bucket(tiles, chunk_tiles, origins, output, chunks, scale_of(scale_bits, FORM))
+    link = begin(bases, rank, world, slots, row_bytes, parity_bytes, patience)
+    around = Neighbours((rank + world - 1) % world, tl.load(bases + (rank + 1) % world))
     complete = (rank + 1) % world
     hops = world - 1
-    ok = is_aborted(mine) == 0
+    ok = is_aborted(link.region) == 0
     s, u = nothing()
     if world == 1:
-        ok, s, u = _reduce_copy(ok, bucket, link, rank, FORM)
+        ok, s, u = _reduce_copy(ok, bucket, link, around, rank, FORM)
     else:
         if SCATTER:
-            ok = _send(ok, bucket, link, rank, 0, FORM)
+            ok = _send(ok, bucket, link, around, rank, 0, FORM)
             for hop in range(1, hops):
-                ok = _receive_reduce_send(ok, bucket, link, (rank + world - hop) % world, hop - 1, hop, FORM)
-            ok, s, u = _receive_reduce_copy_send(ok, bucket, link, complete, hops - 1, hops, GATHER, FORM)
+                segment = (rank + world - hop) % world
+                ok = _receive_reduce_send(ok, bucket, link, around, segment, hop - 1, hop, FORM)
+            ok, s, u = _receive_reduce_copy_send(ok, bucket, link, around, complete, hops - 1, hops, GATHER, FORM)
         else:
-            ok = _copy_send(ok, bucket, link, complete, hops, FORM)
+            ok = _copy_send(ok, bucket, link, around, complete, hops, FORM)
         if GATHER:
             for hop in range(1, hops):
+                segment = (complete + world - hop) % world
                 row = hops + hop
-                ok = _receive_copy_send(ok, bucket, link, (complete + world - hop) % world, row - 1, row, FORM)
-            ok = _receive_copy(ok, bucket, link, (rank + 2) % world, 2 * hops - 1, FORM)
+                ok = _receive_copy_send(ok, bucket, link, around, segment, row - 1, row, FORM)
+            ok = _receive_copy(ok, bucket, link, around, (rank + 2) % world, 2 * hops - 1, FORM)
     if ok:
-        tell(s, u, squares + channel, unbounded + channel)
-        end(mine, board, channel, epoch)
+        tell(s, u, squares + link.channel, unbounded + link.channel)
+        end(link)
     else:
-        poison(tiles, chunk_tiles, output, world, channel, chunks, FORM[3], FORM[2])
-        abort_all(bases, world, board, channel, FORM[4])
+        poison(bucket, world, link.channel, FORM)
+        abort_all(link, FORM.platform)
 
 
 def ring_all_reduce(table: Table, region: Region, totals: Totals, **how: Unpack[How]) -> Prepared:
@@ -119,54 +146,54 @@ def _prepare(table: Table, region: Region, totals: Totals, scatter: bool, gather
     return Prepared(ring, table, region, totals, rows=ring_rows(region.world), flags=flags, **how)
 
 
-def ring_rows(world: int) -> int:
-    """Rows of slots that a launch needs: one for each step."""
-    return max(1, 2 * (world - 1))
-
-
 # The verbs. Each is one step: the segment, the row that it arrives in, the row that it departs to.
 
 
 @triton.jit
-def _send(ok, bucket, link, segment, row_out, FORM: tl.constexpr):
-    ok, _, _ = _step(ok, bucket, link, segment, 0, row_out, False, True, False, True, FORM)
+def _send(ok, bucket, link, around, segment, row_out, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, around, segment, 0, row_out, FORM, OWN=True, SEND=True)
     return ok
 
 
 @triton.jit
-def _receive_reduce_send(ok, bucket, link, segment, row_in, row_out, FORM: tl.constexpr):
-    ok, _, _ = _step(ok, bucket, link, segment, row_in, row_out, True, True, False, True, FORM)
+def _receive_reduce_send(ok, bucket, link, around, segment, row_in, row_out, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, around, segment, row_in, row_out, FORM, RECEIVE=True, OWN=True, SEND=True)
     return ok
 
 
 @triton.jit
-def _receive_reduce_copy_send(ok, bucket, link, segment, row_in, row_out, GATHER: tl.constexpr, FORM: tl.constexpr):
-    return _step(ok, bucket, link, segment, row_in, row_out, True, True, True, GATHER, FORM)
+def _receive_reduce_copy_send(
+    ok, bucket, link, around, segment, row_in, row_out, GATHER: tl.constexpr, FORM: tl.constexpr
+):
+    """How a reduce-scatter ends: the sum is kept, and sent only where an all-gather follows."""
+    return _step(
+        ok, bucket, link, around, segment, row_in, row_out, FORM, RECEIVE=True, OWN=True, COPY=True, SEND=GATHER
+    )
 
 
 @triton.jit
-def _receive_copy_send(ok, bucket, link, segment, row_in, row_out, FORM: tl.constexpr):
-    ok, _, _ = _step(ok, bucket, link, segment, row_in, row_out, True, False, True, True, FORM)
+def _receive_copy_send(ok, bucket, link, around, segment, row_in, row_out, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, around, segment, row_in, row_out, FORM, RECEIVE=True, COPY=True, SEND=True)
     return ok
 
 
 @triton.jit
-def _receive_copy(ok, bucket, link, segment, row_in, FORM: tl.constexpr):
-    ok, _, _ = _step(ok, bucket, link, segment, row_in, 0, True, False, True, False, FORM)
+def _receive_copy(ok, bucket, link, around, segment, row_in, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, around, segment, row_in, 0, FORM, RECEIVE=True, COPY=True)
     return ok
 
 
 @triton.jit
-def _copy_send(ok, bucket, link, segment, row_out, FORM: tl.constexpr):
+def _copy_send(ok, bucket, link, around, segment, row_out, FORM: tl.constexpr):
     """How a lone all-gather begins: the owner keeps what the others will get."""
-    ok, _, _ = _step(ok, bucket, link, segment, 0, row_out, False, True, True, True, FORM)
+    ok, _, _ = _step(ok, bucket, link, around, segment, 0, row_out, FORM, OWN=True, COPY=True, SEND=True)
     return ok
 
 
 @triton.jit
-def _reduce_copy(ok, bucket, link, segment, FORM: tl.constexpr):
+def _reduce_copy(ok, bucket, link, around, segment, FORM: tl.constexpr):
     """All that a lone rank does: scale and round."""
-    return _step(ok, bucket, link, segment, 0, 0, False, True, True, False, FORM)
+    return _step(ok, bucket, link, around, segment, 0, 0, FORM, OWN=True, COPY=True)
 
 
 @triton.jit
@@ -174,71 +201,71 @@ def _step(
     ok,
     bucket,
     link,
+    around,
     segment,
     row_in,
     row_out,
-    RECEIVE: tl.constexpr,
-    REDUCE: tl.constexpr,
-    COPY: tl.constexpr,
-    SEND: tl.constexpr,
     FORM: tl.constexpr,
+    RECEIVE: tl.constexpr = False,
+    OWN: tl.constexpr = False,
+    COPY: tl.constexpr = False,
+    SEND: tl.constexpr = False,
 ):
-    """One step of the ring in one channel: wait, pass, post, chunk by chunk. After a failed wait nothing more."""
-    tiles, chunk_tiles, origins, output, chunks, scale = bucket
-    mine, board, theirs, previous, slots, row_bytes, epoch, channel, patience = link
+    """One step of the ring in one channel: wait, pass, post, chunk by chunk. After a failed wait nothing more.
+
+    What is passed on is what arrived (RECEIVE), this rank's own part (OWN), or the sum of both. It is kept in the
+    output (COPY), sent (SEND), or both.
+    """
     squares, unbounded = nothing()
-    arrivals = mine + slots + row_in * row_bytes
-    departures = theirs + slots + row_out * row_bytes
-    origin = tl.load(origins + segment)
-    places = (origin, output, arrivals, departures, scale)
-    for chunk in range(channel, chunks, FORM[3]):
+    places = Places(
+        origin=tl.load(bucket.origins + segment),
+        arrivals=link.region + link.slots + row_in * link.row_bytes,
+        departures=around.following + link.slots + row_out * link.row_bytes,
+    )
+    for chunk in range(link.channel, bucket.chunks, FORM.channels):
         if RECEIVE:
             if ok:
-                arrived = signal(mine, row_in, chunk)
-                ok = wait_for(arrived, epoch, mine, board, channel, previous, row_in + 1, chunk, patience, FORM[4])
+                arrived = signal_word(link.region, row_in, chunk)
+                ok = wait_for(arrived, link, around.previous, row_in + 1, chunk, FORM.platform)
         if ok:
-            here = chunk_tiles + 2 * (segment * chunks + chunk)
-            for number in tl.range(tl.load(here), tl.load(here + 1), num_stages=FORM[5]):
-                s, u = _tile(read_tile(tiles, number), places, RECEIVE, REDUCE, COPY, SEND, True, FORM)
+            here = bucket.chunk_tiles + 2 * (segment * bucket.chunks + chunk)
+            for number in tl.range(tl.load(here), tl.load(here + 1), num_stages=FORM.stages):
+                s, u = _tile(read_tile(bucket.tiles, number), bucket, places, True, FORM, RECEIVE, OWN, COPY, SEND)
                 squares += s
                 unbounded |= u
             for number in range(tl.load(here + 1), tl.load(here + 2)):
-                s, u = _tile(read_tile(tiles, number), places, RECEIVE, REDUCE, COPY, SEND, False, FORM)
+                s, u = _tile(read_tile(bucket.tiles, number), bucket, places, False, FORM, RECEIVE, OWN, COPY, SEND)
                 squares += s
                 unbounded |= u
             if SEND:
-                post(signal(theirs, row_out, chunk), epoch, FORM[4])
+                post(signal_word(around.following, row_out, chunk), link.epoch, FORM.platform)
     return ok, squares, unbounded
 
 
 @triton.jit
 def _tile(
     tile,
+    bucket,
     places,
-    RECEIVE: tl.constexpr,
-    REDUCE: tl.constexpr,
-    COPY: tl.constexpr,
-    SEND: tl.constexpr,
     FULL: tl.constexpr,
     FORM: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    OWN: tl.constexpr,
+    COPY: tl.constexpr,
+    SEND: tl.constexpr,
 ):
     """The fused pass over one tile. Returns sum of squares and non-finite flag of what it kept, (LANES,)."""
-    source, start, valid, span = tile
-    origin, output, arrivals, departures, scale = places
-    WIRE: tl.constexpr = FORM[0]
-    ACCUMULATE: tl.constexpr = FORM[1]
-    BLOCK: tl.constexpr = FORM[2]
-    at = start - origin
+    at = tile.start - places.origin
     squares, unbounded = nothing()
     if RECEIVE:
-        bits = take(slot(arrivals, at, WIRE), span, FULL, BLOCK)
-    if REDUCE:
-        total = own(source, valid, scale, output.dtype.element_ty, ACCUMULATE, FULL, BLOCK)
+        bits = take(slot(places.arrivals, at, FORM.wire), tile.span, FULL, FORM)
+    if OWN:
+        total = own(tile, bucket, FULL, FORM)
         if RECEIVE:
-            total = widen(bits, ACCUMULATE) + total
-        bits = narrow(total, WIRE)
+            total = widen(bits, FORM.accumulate) + total
+        bits = narrow(total, FORM.wire)
     if SEND:
-        put(slot(departures, at, WIRE), bits, span, FULL, BLOCK)
+        put(slot(places.departures, at, FORM.wire), bits, tile.span, FULL, FORM)
     if COPY:
-        squares, unbounded = keep(output, start, bits, span, ACCUMULATE, FULL, BLOCK)
+        squares, unbounded = keep(bits, tile, bucket, FULL, FORM)
     return squares, unbounded

@@ -1,8 +1,7 @@
 """Signals between ranks: words in the reader's memory that hold epoch numbers, and the rules for touching them.
 
-A *region* is what one rank lends its peers: first 32-bit words (abort, epochs, signals), then slots for data. Every
-rank has mapped every region; `bases[r]` is the address of rank r's. A rank's *board* is a page of host memory on which
-its kernels leave word for the hosts of all ranks, and its host for its kernels; `bases[W]` is the own one's address.
+Where they lie in a rank's region, and what is on its status page, is said in layout.py. `bases[r]` is the address of
+rank r's region, `bases[W]` that of this rank's status page.
 
 Memory order, stated once and used everywhere:
 
@@ -20,51 +19,67 @@ that have reached e. The comparison is of the difference, so that it survives th
 that were posted within the last 2^31 epochs.
 
 Time. A wait ends after `patience` (nanoseconds on a GPU, looks under the interpreter), or when a peer has raised this
-rank's abort word, or the host its stop word. Then the program leaves word of what it waited for on the board, raises
-every peer's abort word, fills its part of the output with NaN and leaves. Both are sticky: later launches leave at
-once, until the host closes the workspace. Nothing traps.
+rank's abort word, or the host its stop word. Then the program leaves word of what it waited for on the status page,
+raises every peer's abort word, fills its part of the output with NaN and leaves. Both are sticky: later launches leave
+at once, until the host closes the workspace. Nothing traps.
 
-A board lies behind PCIe, so only a wait that has lasted for `PROMPT` looks at its stop word, and shows there what it
-waits for; a host can then tell whether that rank still lives. All threads of a program must take the same branches,
+A status page lies behind PCIe, so only a wait that has lasted for `PROMPT` looks at its stop word, and shows there what
+it waits for; a host can then tell whether that rank still lives. All threads of a program must take the same branches,
 since they meet at barriers: what a branch depends on comes from `look_at` or `clock`, which give all the same.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.hip import memrealtime
 
-# The words of a region: abort, one epoch word per channel, then SIGNAL_ROW signals for each row. Rows 0 .. 2(W-1)-1
-# belong to the ring's steps, rows 2W .. 4W-1 to the direct algorithms, so that a signal keeps its writer.
-ABORT = tl.constexpr(0)
-EPOCHS = tl.constexpr(16)
-SIGNALS = tl.constexpr(256)
-SIGNAL_ROW = tl.constexpr(1024)
-MOST_CHANNELS = 128
+from fusedring.kernels import layout
 
-# The words of a board: stop, then a notice for each channel. Of a notice: what a wait that failed was for (code,
-# awaited rank, step, chunk, epoch), what one that lasts is for (awaited rank + 1, step, chunk), the epochs of the last
-# launch that began and of the last that ended.
-STOP = tl.constexpr(0)
-NOTICES = tl.constexpr(16)
-NOTICE_WORDS = tl.constexpr(16)
-FAILED = tl.constexpr(0)
-WAITING = tl.constexpr(5)
-BEGUN = tl.constexpr(8)
-ENDED = tl.constexpr(9)
-BOARD_BYTES = 4 * (16 + 16 * MOST_CHANNELS)
-
-INTERPRETER = tl.constexpr(0)
-NVIDIA = tl.constexpr(1)
-AMD = tl.constexpr(2)
-
-TIMED_OUT = tl.constexpr(1)
-ABORTED = tl.constexpr(2)
-
-PROMPT = tl.constexpr(256)
-"""Looks, of about a microsecond: longer than a chunk takes on the slowest link."""
+# The numbers of layout.py, wrapped as Triton wants them. Hosts take them from there.
+ABORT = tl.constexpr(layout.ABORT)
+EPOCHS = tl.constexpr(layout.EPOCHS)
+SIGNALS = tl.constexpr(layout.SIGNALS)
+SIGNAL_ROW = tl.constexpr(layout.SIGNAL_ROW)
+CONTRIBUTIONS = tl.constexpr(layout.CONTRIBUTIONS)
+SUMS = tl.constexpr(layout.SUMS)
+DIRECT_SIGNALS = tl.constexpr(layout.DIRECT_SIGNALS)
+STOP = tl.constexpr(layout.STOP)
+NOTICES = tl.constexpr(layout.NOTICES)
+NOTICE_WORDS = tl.constexpr(layout.NOTICE_WORDS)
+FAILED = tl.constexpr(layout.FAILED)
+WAITING = tl.constexpr(layout.WAITING)
+BEGUN = tl.constexpr(layout.BEGUN)
+ENDED = tl.constexpr(layout.ENDED)
+TIMED_OUT = tl.constexpr(layout.TIMED_OUT)
+ABORTED = tl.constexpr(layout.ABORTED)
+INTERPRETER = tl.constexpr(layout.INTERPRETER)
+NVIDIA = tl.constexpr(layout.NVIDIA)
+AMD = tl.constexpr(layout.AMD)
+PROMPT = tl.constexpr(layout.PROMPT)
 
 THREADS = tl.constexpr(512)
 """Of a program, at the most: 8 warps of 64."""
+
+
+class Link(NamedTuple):
+    """How one program reaches the ranks in one epoch.
+
+    bases: addresses of the regions and of the own status page, int64 (W + 1,). region, status: the own ones of these.
+    slots: the byte of a region where this epoch's slots begin; row_bytes: from one row of them to the next.
+    """
+
+    bases: Any
+    rank: Any
+    world: Any
+    region: Any
+    status: Any
+    slots: Any
+    row_bytes: Any
+    epoch: Any
+    channel: Any
+    patience: Any
+
 
 _RELEASE = tl.constexpr(
     """
@@ -82,14 +97,20 @@ _RELEASE = tl.constexpr(
 
 @triton.jit
 def word(base, index):
-    """Pointer to 32-bit word `index` of the region at address `base` (int64)."""
+    """Pointer to 32-bit word `index` of the region or status page at address `base` (int64)."""
     return (base + 4 * index).to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
-def signal(base, row, chunk):
-    """Pointer to the signal of a chunk in a row of slots."""
-    return word(base, SIGNALS + tl.cast(row, tl.int64) * SIGNAL_ROW + chunk)
+def signal_word(base, row, index):
+    """Pointer to signal `index` in a row of signals."""
+    return word(base, SIGNALS + tl.cast(row, tl.int64) * SIGNAL_ROW + index)
+
+
+@triton.jit
+def notice(status, channel, index):
+    """Pointer to word `index` of a channel's notice on the status page at address `status` (int64)."""
+    return word(status, NOTICES + channel * NOTICE_WORDS + index)
 
 
 @triton.jit
@@ -109,39 +130,37 @@ def post(pointer, epoch, PLATFORM: tl.constexpr):
 
 
 @triton.jit
-def notice(board, channel, index):
-    """Pointer to word `index` of a channel's notice on the board at address `board` (int64)."""
-    return word(board, NOTICES + channel * NOTICE_WORDS + index)
-
-
-@triton.jit
 def look_at(pointer):
     """The word at `pointer`; what its writer stored before is visible afterwards."""
     return tl.atomic_add(pointer, 0, sem="acquire", scope="sys")
 
 
 @triton.jit
-def wait_for(pointer, epoch, base, board, channel, awaited, step, chunk, patience, PLATFORM: tl.constexpr):
-    """WAIT until the signal has reached `epoch`. If it does not, or this rank is to give up: False, and word of it."""
-    late = look_at(pointer) - epoch
+def wait_for(pointer, link, awaited, step, chunk, PLATFORM: tl.constexpr):
+    """WAIT until the signal has reached the link's epoch, which rank `awaited` posts for a step and chunk.
+
+    If it does not, or this rank is to give up: False, and word of it.
+    """
+    late = look_at(pointer) - link.epoch
     looks = 0
     while (late < 0) & (looks < PROMPT):
-        looks = tl.where(is_aborted(base), PROMPT, looks + 1)
-        late = look_at(pointer) - epoch
+        looks = tl.where(is_aborted(link.region), PROMPT, looks + 1)
+        late = look_at(pointer) - link.epoch
     if late < 0:
-        tl.store(notice(board, channel, WAITING + 1), step)
-        tl.store(notice(board, channel, WAITING + 2), chunk)
-        tl.store(notice(board, channel, WAITING), awaited + 1)
+        waiting = notice(link.status, link.channel, WAITING)
+        tl.store(waiting + 1, step)
+        tl.store(waiting + 2, chunk)
+        tl.store(waiting, awaited + 1)
         started = clock(PLATFORM)
         waited = tl.full((), 0, tl.int64)
-        while (late < 0) & (waited < patience):
-            give_up = is_aborted(base) | (look_at(word(board, STOP)) != 0)
+        while (late < 0) & (waited < link.patience):
+            give_up = is_stopped(link)
             passed = clock(PLATFORM) - started if PLATFORM != INTERPRETER else waited + 1
-            waited = tl.where(give_up, patience, passed)
-            late = look_at(pointer) - epoch
-        tl.store(notice(board, channel, WAITING), 0)
+            waited = tl.where(give_up, link.patience, passed)
+            late = look_at(pointer) - link.epoch
+        tl.store(waiting, 0)
         if late < 0:
-            report(base, board, channel, awaited, step, chunk, epoch, PLATFORM)
+            report(link, awaited, step, chunk, PLATFORM)
     return late >= 0
 
 
@@ -166,55 +185,83 @@ def clock(PLATFORM: tl.constexpr):
 
 
 @triton.jit
-def is_aborted(base):
+def is_aborted(region):
     """Whether a peer, or an earlier launch of this rank, has given up."""
-    return look_at(word(base, ABORT)) != 0
+    return look_at(word(region, ABORT)) != 0
 
 
 @triton.jit
-def begin(base, board, channel):
-    """The epoch of this launch in this channel."""
-    epoch = tl.load(word(base, EPOCHS + channel)) + 1
-    tl.store(notice(board, channel, BEGUN), epoch)
-    return epoch
+def is_stopped(link):
+    """Whether this rank is to give up, because another has or because its host says so."""
+    return is_aborted(link.region) | (look_at(word(link.status, STOP)) != 0)
 
 
 @triton.jit
-def end(base, board, channel, epoch):
+def begin(bases, rank, world, slots, row_bytes, parity_bytes, patience):
+    """The link of this program in its next epoch. The arguments are those of the kernel."""
+    channel = tl.program_id(0)
+    region = tl.load(bases + rank)
+    status = tl.load(bases + world)
+    epoch = tl.load(word(region, EPOCHS + channel)) + 1
+    tl.store(notice(status, channel, BEGUN), epoch)
+    return Link(
+        bases=bases,
+        rank=rank,
+        world=world,
+        region=region,
+        status=status,
+        slots=slots + (epoch & 1) * tl.cast(parity_bytes, tl.int64),
+        row_bytes=tl.cast(row_bytes, tl.int64),
+        epoch=epoch,
+        channel=channel,
+        patience=tl.cast(patience, tl.int64),
+    )
+
+
+@triton.jit
+def end(link):
     """The launch has done its work: count it."""
-    tl.store(word(base, EPOCHS + channel), epoch)
-    tl.store(notice(board, channel, ENDED), epoch)
+    tl.store(word(link.region, EPOCHS + link.channel), link.epoch)
+    tl.store(notice(link.status, link.channel, ENDED), link.epoch)
 
 
 @triton.jit
-def report(base, board, channel, awaited, step, chunk, epoch, PLATFORM: tl.constexpr):
+def report(link, awaited, step, chunk, PLATFORM: tl.constexpr):
     """Leave word of a wait that failed: for which rank, at which step, for which chunk. The first report stays."""
-    failed = notice(board, channel, FAILED)
+    failed = notice(link.status, link.channel, FAILED)
     if look_at(failed) == 0:
         tl.store(failed + 1, awaited)
         tl.store(failed + 2, step)
         tl.store(failed + 3, chunk)
-        tl.store(failed + 4, epoch)
-        stopped = is_aborted(base) | (look_at(word(board, STOP)) != 0)
-        post(failed, tl.where(stopped, ABORTED, TIMED_OUT), PLATFORM)
+        tl.store(failed + 4, link.epoch)
+        post(failed, tl.where(is_stopped(link), ABORTED, TIMED_OUT), PLATFORM)
 
 
 @triton.jit
-def abort_all(bases, world, board, channel, PLATFORM: tl.constexpr):
+def abort_all(link, PLATFORM: tl.constexpr):
     """Raise the abort word of every rank, this one included. A launch that never waited says just that it left."""
-    failed = notice(board, channel, FAILED)
+    failed = notice(link.status, link.channel, FAILED)
     if look_at(failed) == 0:
         tl.store(failed + 1, -1)
         post(failed, tl.full((), ABORTED, tl.int32), PLATFORM)
-    for other in range(world):
+    for other in range(link.world):
         # Several ranks may raise one word, but always to the same value, so a store does.
-        post(word(tl.load(bases + other), ABORT), tl.full((), 1, tl.int32), PLATFORM)
+        post(word(tl.load(link.bases + other), ABORT), tl.full((), 1, tl.int32), PLATFORM)
 
 
 @triton.jit
-def wait_in_vain(words: tl.int64, board: tl.int64, looks: tl.int64):
-    """To see how long a look takes under the interpreter. Both are addresses of zeroed memory."""
-    region = tl.cast(words, tl.int64)
-    wait_for(
-        word(region, SIGNALS), 1, region, tl.cast(board, tl.int64), 0, 0, 0, 0, tl.cast(looks, tl.int64), INTERPRETER
+def wait_in_vain(region: tl.int64, status: tl.int64, looks: tl.int64):
+    """To see how long a look takes under the interpreter. region, status: addresses of zeroed memory."""
+    link = Link(
+        bases=0,
+        rank=0,
+        world=1,
+        region=tl.cast(region, tl.int64),
+        status=tl.cast(status, tl.int64),
+        slots=0,
+        row_bytes=0,
+        epoch=1,
+        channel=0,
+        patience=tl.cast(looks, tl.int64),
     )
+    wait_for(signal_word(link.region, 0, 0), link, 0, 0, 0, INTERPRETER)

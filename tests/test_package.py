@@ -15,8 +15,8 @@ ROOT = Path(fusedring.__file__).parent
 PROJECT = Path(__file__).parents[1]
 
 FLOORS = (
-    "root",
     "kernels",
+    "root",
     "plan",
     "observe",
     "transport",
@@ -29,8 +29,8 @@ FLOORS = (
 )
 """The folders of fusedring, each of which imports only from itself and from those before it, wherever in a file.
 
-"root" is errors, config, log and version, which everybody may import. The other files beside the folders are faces:
-they show what lies above, and nothing imports them.
+"root" is errors, config, log and version, which everybody but the kernels may import. The other files beside the
+folders are faces: they show what lies above, and nothing imports them.
 """
 
 FACES = {"__init__", "__main__", "testing"}

@@ -10,6 +10,7 @@ from benchmarks.device.cases import Case
 from benchmarks.device.exact_inputs import exact_inputs, wrong_numbers
 from benchmarks.device.stream_marks import median_seconds, timed_run
 from benchmarks.device.units import MB, name_of
+from fusedring.kernels.layout import direct_rows, ring_rows
 from fusedring.plan.plan import make_plan, split_evenly
 from fusedring.testing import VirtualRanks
 
@@ -48,9 +49,6 @@ class Setting:
     @property
     def parity_bytes(self) -> int:
         """Slots, of one parity, into which the whole bucket goes at once."""
-        from fusedring.kernels.direct import direct_rows
-        from fusedring.kernels.ring import ring_rows
-
         rows = ring_rows(self.world) if self.algorithm == "ring" else direct_rows(self.algorithm, self.world)
         segment = max(stop - start for start, stop in split_evenly(self.elements, self.world))
         row = segment * (1 if self.algorithm in ("ring", "two_shot") else self.world)

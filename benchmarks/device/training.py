@@ -18,6 +18,7 @@ from fusedring.bench.gpt import loss_of
 from fusedring.data_parallel.ddp import FusedRingDDP
 from fusedring.engines.cuda import PARITY_BYTES
 from fusedring.group.collectives import close
+from fusedring.kernels.layout import region_bytes
 
 
 def training(sheet: Sheet) -> None:
@@ -41,8 +42,6 @@ def training(sheet: Sheet) -> None:
 
 def _memory(sheet: Sheet, trainer: Trainer) -> None:
     """The peak of a step with the wrapper and without, against what it says that it needs: buckets and slots."""
-    from fusedring.kernels.region import region_bytes
-
     if trainer.device.type != "cuda":
         raise NotRunError("no GPU memory under the interpreter")
 

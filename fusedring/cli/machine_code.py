@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from fusedring.config import DTYPES, dtype_name
+from fusedring.kernels.layout import AMD, NVIDIA
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 
@@ -170,25 +171,13 @@ def check_variant(
 
     platform, scale_type, stages, options: how it is compiled; other than by default only to see what that would break.
     """
-    from fusedring.kernels import direct, ring
-    from fusedring.kernels.region import TRITON_DTYPES
-    from fusedring.kernels.region import options as usual_options
-    from fusedring.kernels.signals import AMD, NVIDIA
-    from fusedring.kernels.tiles import WARPS, block_of
+    from fusedring.kernels import direct, prepared, ring
 
     if platform is None:
-        platform = (NVIDIA if target.startswith("sm_") else AMD).value
+        platform = NVIDIA if target.startswith("sm_") else AMD
     module, flags = _KERNELS[variant.kernel]
     function = {"ring": ring.ring, "direct": direct.direct}[module]
-    accumulate = torch.float64 if variant.dtype == torch.float64 else torch.float32
-    form = (
-        TRITON_DTYPES[variant.wire],
-        TRITON_DTYPES[accumulate],
-        block_of(variant.wire),
-        _CHANNELS,
-        platform,
-        stages,
-    )
+    form = prepared.form(variant.dtype, variant.wire, channels=_CHANNELS, platform=platform, stages=stages)
     types = {name: kind.format(dtype=_SIGNATURE_DTYPES[variant.dtype]) for name, kind in _ARGUMENTS.items()}
     types["scale_bits"] = scale_type
     compiled = compile_kernel(
@@ -197,9 +186,9 @@ def check_variant(
         {**flags, "FORM": form},
         target,
         divisible=[n for n, kind in types.items() if kind[0] == "*" or n in ("row_bytes", "slots", "parity_bytes")],
-        options={**usual_options(platform), **(options or {})},
+        options={**prepared.options(platform), **(options or {})},
     )
-    return read(compiled, variant.name, target, block=block_of(variant.wire), threads=32 * WARPS)
+    return read(compiled, variant.name, target, block=form.block, threads=32 * prepared.WARPS)
 
 
 def compile_kernel(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from fusedring.config import accumulate_dtype, torch_dtype
 from fusedring.engines.on_gpu import GpuEngine
+from fusedring.kernels.region import Totals
 from fusedring.plan.launch import Launch
 from fusedring.plan.plan import split_evenly
 from fusedring.transport.gpu import Gpu
-from fusedring.transport.launch_log import Ledger
+from fusedring.transport.launch_log import LaunchLog
 from fusedring.transport.source import Source
 from fusedring.transport.workspace import Workspace
-
-if TYPE_CHECKING:
-    from fusedring.kernels.region import Totals
 
 
 class BackendEngine(GpuEngine):
@@ -28,9 +25,9 @@ class BackendEngine(GpuEngine):
     tells_values = False
 
     def __init__(
-        self, gpu: Gpu, workspace: Workspace, ledger: Ledger, group: dist.ProcessGroup, *, channels: int
+        self, gpu: Gpu, workspace: Workspace, log: LaunchLog, group: dist.ProcessGroup, *, channels: int
     ) -> None:
-        super().__init__(gpu, workspace, ledger, channels=channels)
+        super().__init__(gpu, workspace, log, channels=channels)
         self.title = f"the group's backend ({dist.get_backend(group)})"
         self._group = group
 
@@ -41,7 +38,7 @@ class BackendEngine(GpuEngine):
         """The backend says itself what it cannot do."""
 
     def _look(self, label: str) -> None:
-        self._ledger.compare()
+        self._log.compare()
 
     def _stop(self) -> None:
         """Its operations end by the group's own timeout."""

@@ -17,7 +17,7 @@ from fusedring.plan.launch import Launch
 from fusedring.transport.gpu import Gpu
 from fusedring.transport.gpu_memory import Lent
 from fusedring.transport.kernel_status import Watch
-from fusedring.transport.pinned import Staging
+from fusedring.transport.pinned import PinnedWrites
 from fusedring.transport.source import Source
 from fusedring.transport.workspace import Workspace
 
@@ -35,11 +35,11 @@ class CudaEngine(GpuEngine):
     tells_values = True
 
     def __init__(self, gpu: Gpu, workspace: Workspace, lent: Lent) -> None:
-        super().__init__(gpu, workspace, lent.pages.ledger, channels=lent.region.channels, full_mesh=lent.full_mesh)
+        super().__init__(gpu, workspace, lent.pages.log, channels=lent.region.channels, full_mesh=lent.full_mesh)
         self.title = f"triton on {lent.way.name}"
-        self._lent, self._boards = lent, lent.pages.boards
-        self._staging = Staging(gpu)
-        self._kernels = KernelLaunches(lent.region, self._staging.write)
+        self._lent, self._status = lent, lent.pages.status
+        self._writes = PinnedWrites(gpu)
+        self._kernels = KernelLaunches(lent.region, self._writes.write)
         self._in_graphs: list[tuple[torch.Tensor, list[KernelLaunch]]] = []
         self._watch: Watch | None = None
 
@@ -55,28 +55,28 @@ class CudaEngine(GpuEngine):
         if self.gpu.is_capturing() and launch.elements:
             tables = [window.table.on_device for window in self._kernels.known(launch, tensor, sources)]
             # A launch that has never run needs a compiler, too.
-            self._staging.check_spares([t.nbytes for table in tables for t in table] or [1 << 62])
+            self._writes.check_spares([t.nbytes for table in tables for t in table] or [1 << 62])
 
     def _give(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source], timeout: float) -> list[Totals]:
         if self._watch is None:
-            self._watch = Watch(self._boards)
+            self._watch = Watch(self._status)
         if self.gpu.is_capturing():
             windows = self._kernels.build(launch, tensor, sources)
             self._in_graphs.append((tensor, windows))
         else:
             windows = self._kernels.of(launch, tensor, sources)
-            self._staging.put_aside()
+            self._writes.put_aside()
         patience = self.gpu.patience(timeout)
         for window in windows:
             window.kernel.launch(tensor, patience)
         return [window.totals for window in windows]
 
     def _look(self, label: str) -> None:
-        if self._boards.failed:
-            raise self._boards.failure(label, "a launch on the GPU", "its timeout has passed")
-        self._ledger.compare()
+        if self._status.failed:
+            raise self._status.failure(label, "a launch on the GPU", "its timeout has passed")
+        self._log.compare()
 
     def _stop(self) -> None:
-        self._boards.stop()
+        self._status.stop()
         if self._watch is not None:
             self._watch.close()

@@ -20,13 +20,15 @@ import torch
 from fusedring.engines.kernel_launches import KernelLaunch, KernelLaunches
 from fusedring.engines.work import Work
 from fusedring.errors import FusedRingError
-from fusedring.kernels.region import Region, region_bytes
-from fusedring.kernels.tiles import write_now
+from fusedring.kernels.layout import ABORT, EPOCHS, INTERPRETER, PROMPT, SIGNALS, STATUS_BYTES, region_bytes
+from fusedring.kernels.region import Region
+from fusedring.kernels.signals import wait_in_vain
+from fusedring.kernels.tables import write_now
 from fusedring.plan.launch import Launch, Outcome
 from fusedring.plan.policy import Rule
 from fusedring.transport import agreement
 from fusedring.transport.gpu import Stream
-from fusedring.transport.kernel_status import Boards, Watch
+from fusedring.transport.kernel_status import KernelStatus, Watch
 from fusedring.transport.source import Source
 from fusedring.transport.workspace import Workspace
 
@@ -107,51 +109,45 @@ class InterpreterEngine:
 
 
 class _Opened:
-    """The regions and boards of all ranks. Making it is collective."""
+    """The regions and status pages of all ranks. Making it is collective."""
 
     def __init__(self, workspace: Workspace, timeout: float) -> None:
-        from fusedring.kernels.signals import BOARD_BYTES, INTERPRETER
-
         ranks = range(workspace.world_size)
         nbytes = region_bytes(workspace.world_size, PARITY_BYTES)
-        self._memory = workspace.allocate(nbytes + BOARD_BYTES, timeout=timeout)
+        self._memory = workspace.allocate(nbytes + STATUS_BYTES, timeout=timeout)
         location = workspace.locate(self._memory)
         assert location is not None
-        lent = [workspace.bytes_at(rank, location, nbytes + BOARD_BYTES) for rank in ranks]
+        lent = [workspace.bytes_at(rank, location, nbytes + STATUS_BYTES) for rank in ranks]
         self._regions = [memory[:nbytes] for memory in lent]
-        self.boards = Boards(workspace.rank, [memory[nbytes:] for memory in lent], CHANNELS, workspace.is_lost)
+        self.status = KernelStatus(workspace.rank, [memory[nbytes:] for memory in lent], CHANNELS, workspace.is_lost)
         bases = [region.data_ptr() for region in self._regions]
         bases.append(lent[workspace.rank][nbytes:].data_ptr())
         self._region = Region(
-            torch.tensor(bases), workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, INTERPRETER.value
+            torch.tensor(bases), workspace.rank, workspace.world_size, PARITY_BYTES, CHANNELS, INTERPRETER
         )
         self.kernels = KernelLaunches(self._region, write_now)
         self._look_seconds = seconds_per_look()
 
     def run(self, launch: Launch, window: KernelLaunch, tensor: torch.Tensor, timeout: float) -> None:
         """Run one kernel to its end. Raises if it gave up."""
-        ended, watch = self._epochs(), Watch(self.boards)
+        ended, watch = self._epochs(), Watch(self.status)
         try:
             with np.errstate(all="ignore"):
                 window.kernel.launch(tensor, looks_within(timeout, self._look_seconds))
         finally:
             watch.close()
         if not torch.equal(self._epochs(), ended + 1):  # a channel that is through has counted
-            raise self.boards.failure(launch.label, launch.algorithm, f"its timeout is {timeout:g} s")
+            raise self.status.failure(launch.label, launch.algorithm, f"its timeout is {timeout:g} s")
 
     def abort_all(self) -> None:
         """Raise every rank's abort word."""
-        from fusedring.kernels.signals import ABORT
-
         for region in self._regions:
-            region.view(torch.int32)[ABORT.value] = 1
+            region.view(torch.int32)[ABORT] = 1
 
     def _epochs(self) -> torch.Tensor:
         """How many launches each channel has finished."""
-        from fusedring.kernels.signals import EPOCHS
-
         words = self._regions[self._region.rank].view(torch.int32)
-        return words[EPOCHS.value : EPOCHS.value + CHANNELS].clone()
+        return words[EPOCHS : EPOCHS + CHANNELS].clone()
 
 
 @contextmanager
@@ -170,23 +166,19 @@ def _alone(launch: Launch, rank: int) -> Iterator[None]:
 
 def seconds_per_look() -> float:
     """What one look of a waiting kernel takes here and now."""
-    from fusedring.kernels.signals import BOARD_BYTES, PROMPT, SIGNALS, wait_in_vain
-
-    words = torch.zeros(SIGNALS.value + 1, dtype=torch.int32)
-    board = torch.zeros(BOARD_BYTES // 4, dtype=torch.int32)
+    words = torch.zeros(SIGNALS + 1, dtype=torch.int32)
+    status = torch.zeros(STATUS_BYTES // 4, dtype=torch.int32)
     times = []
     for _ in range(2):
         start = time.perf_counter()
-        wait_in_vain[(1,)](words.data_ptr(), board.data_ptr(), 1)
+        wait_in_vain[(1,)](words.data_ptr(), status.data_ptr(), 1)
         times.append(time.perf_counter() - start)
-    return min(times) / int(PROMPT.value)
+    return min(times) / PROMPT
 
 
 def looks_within(timeout: float, look_seconds: float) -> int:
     """The patience of a wait that ends after about `timeout` seconds."""
-    from fusedring.kernels.signals import PROMPT
-
-    return max(1, min(_MOST_LOOKS, int(timeout / look_seconds) - int(PROMPT.value)))
+    return max(1, min(_MOST_LOOKS, int(timeout / look_seconds) - PROMPT))
 
 
 _interpreting = threading.Lock()

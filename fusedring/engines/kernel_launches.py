@@ -14,8 +14,10 @@ import torch
 
 from fusedring.config import torch_dtype
 from fusedring.kernels import direct, ring
-from fusedring.kernels.region import How, Prepared, Region, Totals, row_bytes
-from fusedring.kernels.tiles import Run, Table, block_of
+from fusedring.kernels.layout import SIGNAL_ROW, direct_rows, ring_rows, row_bytes
+from fusedring.kernels.prepared import How, Prepared
+from fusedring.kernels.region import Region, Totals
+from fusedring.kernels.tables import Run, Table, block_of
 from fusedring.plan.launch import Launch
 from fusedring.plan.plan import ALIGNMENT, cut_into_windows, make_plan
 from fusedring.transport.source import Source
@@ -97,15 +99,13 @@ class KernelLaunches:
 
     def build(self, launch: Launch, tensor: torch.Tensor, sources: Sequence[Source]) -> list[KernelLaunch]:
         """As `of`, anew, and not kept here."""
-        from fusedring.kernels.signals import SIGNAL_ROW
-
         if not launch.elements:
             return []
         region, runs, device = self._region, _runs(tensor, sources), tensor.device
         plan = make_plan(launch.kind, launch.algorithm, region.world, launch.elements)
         span, wire = self._span(launch), torch_dtype(launch.wire)
         # A row has SIGNAL_ROW signals, for the chunks of all segments.
-        chunk = max(CHUNK_BYTES // wire.itemsize, -(-span // (SIGNAL_ROW.value // region.world)))
+        chunk = max(CHUNK_BYTES // wire.itemsize, -(-span // (SIGNAL_ROW // region.world)))
         chunk = -(-chunk // ALIGNMENT) * ALIGNMENT
         windows = []
         for segments in cut_into_windows([plan.bounds(segment) for segment in range(region.world)], span):
@@ -127,10 +127,10 @@ class KernelLaunches:
         """Elements of each segment that one window takes."""
         world = self._region.world
         if launch.algorithm == "ring":
-            rows = ring.ring_rows(world)
+            rows = ring_rows(world)
         else:
-            rows = direct.direct_rows(launch.algorithm if _holds_all(launch) else "two_shot", world)
-        elements = row_bytes(self._region, rows) // torch_dtype(launch.wire).itemsize
+            rows = direct_rows(launch.algorithm if _holds_all(launch) else "two_shot", world)
+        elements = row_bytes(self._region.parity_bytes, rows) // torch_dtype(launch.wire).itemsize
         if _holds_all(launch):
             elements //= world
         assert elements >= ALIGNMENT, "the slots are too small for so many ranks"

@@ -11,22 +11,19 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from fusedring.engines.work import GpuWork, Pending
 from fusedring.errors import FusedRingError
+from fusedring.kernels.region import Totals
 from fusedring.plan.launch import Launch
 from fusedring.plan.policy import Rule, rules_on_gpus
 from fusedring.transport import agreement
 from fusedring.transport.gpu import Event, Gpu, Stream
-from fusedring.transport.launch_log import Ledger
+from fusedring.transport.launch_log import LaunchLog
 from fusedring.transport.source import Source
 from fusedring.transport.workspace import Workspace
-
-if TYPE_CHECKING:
-    from fusedring.kernels.region import Totals
 
 LEAVE_SECONDS = 5.0
 """How long a rank that ends without close() waits for its last launches, before it makes them leave."""
@@ -49,11 +46,11 @@ class GpuEngine(ABC):
     tells_values: bool
 
     def __init__(
-        self, gpu: Gpu, workspace: Workspace, ledger: Ledger, *, channels: int, full_mesh: bool = False
+        self, gpu: Gpu, workspace: Workspace, log: LaunchLog, *, channels: int, full_mesh: bool = False
     ) -> None:
         self.gpu, self.channels = gpu, channels
         self.rules: Sequence[Rule] = rules_on_gpus(workspace.world_size, full_mesh=full_mesh)
-        self._workspace, self._ledger = workspace, ledger
+        self._workspace, self._log = workspace, log
         self._failure: FusedRingError | None = None
         self._last: Event | None = None
         self._checks_each = os.environ.get("FUSEDRING_DEBUG") == "1"
@@ -83,7 +80,7 @@ class GpuEngine(ABC):
         if self._checks_each and not gpu.is_capturing():
             agreement.agree(self._workspace.meet(header, timeout=timeout))
         self._check_capture(launch, tensor, sources)
-        self._ledger.enter(header)
+        self._log.enter(header)
         for stream in after or (gpu.current_stream(),):
             gpu.order(stream, gpu.comm)
         with gpu.on(gpu.comm):

@@ -21,15 +21,16 @@ from fusedring.engines.cuda import CHANNELS, PARITY_BYTES, CudaEngine
 from fusedring.engines.kernel_launches import KernelLaunches
 from fusedring.engines.on_gpu import GpuEngine
 from fusedring.errors import FusedRingError
-from fusedring.kernels.region import Region, region_bytes
-from fusedring.kernels.tiles import write_now
+from fusedring.kernels.layout import region_bytes
+from fusedring.kernels.region import Region
+from fusedring.kernels.tables import write_now
 from fusedring.log import logger
 from fusedring.plan.launch import Launch
 from fusedring.transport import agreement
 from fusedring.transport.agreement import Opening
 from fusedring.transport.gpu import Gpu
-from fusedring.transport.gpu_memory import Alone, Lent, Pages, Peers, Pinned, Way
-from fusedring.transport.kernel_status import Boards
+from fusedring.transport.gpu_memory import Alone, HostPages, Lent, Peers, Pinned, Way
+from fusedring.transport.kernel_status import KernelStatus
 from fusedring.transport.rendezvous import Rendezvous
 from fusedring.transport.workspace import Workspace
 
@@ -71,7 +72,7 @@ def open_gpu(
     def exchange(value: Any, purpose: str) -> list[Any]:
         return rendezvous.exchange(value, timeout=timeout, purpose=purpose)
 
-    pages = Pages(workspace, channels, timeout)
+    pages = HostPages(workspace, channels, timeout)
     if ways is None:
         ways = ways_between_ranks(gpu, group, workspace, exchange, timeout=timeout)
     lent = lend(
@@ -85,7 +86,7 @@ def open_gpu(
         return engine
     if group is None:
         raise FusedRingError(f"kernels cannot run on {gpu.device}: {'; '.join(lent)}")
-    engine = BackendEngine(gpu, workspace, pages.ledger, group, channels=channels)
+    engine = BackendEngine(gpu, workspace, pages.log, group, channels=channels)
     logger.warning(
         "%s: reducing with %s, whose bits differ from those of fusedring's kernels, since %s",
         gpu.device,
@@ -112,7 +113,7 @@ def ways_between_ranks(
 def lend(
     gpu: Gpu,
     workspace: Workspace,
-    pages: Pages,
+    pages: HostPages,
     ways: Sequence[Way],
     exchange: Exchange,
     *,
@@ -125,7 +126,7 @@ def lend(
     troubles = _troubles(exchange, "register a page of host memory", lambda: registered.append(gpu.register(pages.own)))
     if not troubles:
         for way in ways:
-            attempt = _Attempt(gpu, workspace, way, pages.boards, registered[0], channels, parity_bytes, probe)
+            attempt = _Attempt(gpu, workspace, way, pages.status, registered[0], channels, parity_bytes, probe)
             found = attempt.open(exchange)
             if isinstance(found, Region):
                 meshes = exchange("yes" if way.is_full_mesh() else "", "agree on algorithms")
@@ -133,7 +134,7 @@ def lend(
             troubles.append(found)
             gpu.settle()
             way.close()
-            pages.boards.clear()
+            pages.status.clear()
             exchange("", "go on to the next way")  # nobody's kernel may find the failure that another has yet to clear
     if registered:
         gpu.unregister(pages.own)
@@ -148,13 +149,13 @@ class _Attempt:
         gpu: Gpu,
         workspace: Workspace,
         way: Way,
-        boards: Boards,
+        status: KernelStatus,
         board_address: int,
         channels: int,
         parity_bytes: int,
         probe: Probe,
     ) -> None:
-        self._gpu, self._workspace, self._way, self._boards = gpu, workspace, way, boards
+        self._gpu, self._workspace, self._way, self._status = gpu, workspace, way, status
         self._board_address, self._channels, self._parity_bytes = board_address, channels, parity_bytes
         self._limits = probe
 
@@ -198,7 +199,7 @@ class _Attempt:
         want = x * world + world * (world - 1) // 2
         x += region.rank
         self._reduce(region, algorithm, x)
-        if self._boards.failed:
+        if self._status.failed:
             raise FusedRingError(f"no answer within {self._limits.seconds:g} s")
         if wrong := int((x != want).sum()):
             raise FusedRingError(f"{wrong} of {elements} numbers did not arrive")

@@ -1,11 +1,9 @@
 """Virtual ranks: all ranks of a group in one process, so that one GPU checks the protocol and measures the kernels.
 
-On a GPU each virtual rank has a stream of its own, and its region and board are ordinary memory: the kernels run next
-to each other, and wait for each other, as those of several GPUs do. All programs must find their place at once, which
-is checked at the start. On the CPU each virtual rank is a forked child for as long as a collective takes, under
+On a GPU each virtual rank has a stream of its own, and its region and status page are ordinary memory: the kernels run
+next to each other, and wait for each other, as those of several GPUs do. All programs must find their place at once,
+which is checked at the start. On the CPU each virtual rank is a forked child for as long as a collective takes, under
 Triton's interpreter.
-
-This file may be imported before TRITON_INTERPRET is set, so it imports the kernels only where they are used.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -33,13 +31,14 @@ from fusedring.config import (
     dtype_name,
     scale_factor,
 )
+from fusedring.engines.kernel_launches import KernelLaunches
 from fusedring.errors import FusedRingError
+from fusedring.kernels.layout import INTERPRETER, MOST_CHANNELS, STATUS_BYTES, region_bytes
+from fusedring.kernels.region import Region
+from fusedring.kernels.tables import write_now
 from fusedring.plan.launch import Launch
 from fusedring.transport.gpu import Cuda, Event, Stream
-from fusedring.transport.kernel_status import Boards
-
-if TYPE_CHECKING:
-    from fusedring.kernels.region import Region
+from fusedring.transport.kernel_status import KernelStatus
 
 PARITY_BYTES = 8 << 20
 """Slots of one parity, at each virtual rank."""
@@ -88,8 +87,6 @@ def virtual_ranks(
     if not 1 <= stages <= 8:
         raise ValueError(f"stages must lie between 1 and 8, got {stages}")
     channels = CHANNELS[device.type] if channels is None else channels
-    from fusedring.kernels.signals import MOST_CHANNELS
-
     if not 1 <= channels <= MOST_CHANNELS:
         raise ValueError(f"channels must lie between 1 and {MOST_CHANNELS}, got {channels}")
     if device.type == "cpu":
@@ -115,16 +112,13 @@ class VirtualRanks:
     def __init__(
         self, place: _Place, world_size: int, channels: int, parity_bytes: int, *, cooperative: bool, stages: int
     ) -> None:
-        from fusedring.kernels.region import region_bytes
-        from fusedring.kernels.signals import BOARD_BYTES
-
         self.world_size, self.channels, self.device = world_size, channels, place.device
         self._place, self._cooperative, self._stages = place, cooperative, stages
         ranks = range(world_size)
         self._memory = [place.device_bytes(region_bytes(world_size, parity_bytes)) for _ in ranks]
-        self._pages = [place.host_bytes(BOARD_BYTES) for _ in ranks]
+        self._pages = [place.host_bytes(STATUS_BYTES) for _ in ranks]
         bases = [memory.data_ptr() for memory in self._memory]
-        self._boards = [Boards(rank, self._pages, channels, lambda _: False) for rank in ranks]
+        self._status = [KernelStatus(rank, self._pages, channels, lambda _: False) for rank in ranks]
         self._regions = [self._region([*bases, self._pages[rank].data_ptr()], rank, parity_bytes) for rank in ranks]
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], **how: Any) -> None:
@@ -175,17 +169,15 @@ class VirtualRanks:
             kind, algorithm, first.numel(), dtype_name(first.dtype), dtype_name(wire or first.dtype), factor, "triton"
         )
         detached = [tensor.detach() for tensor in tensors]
-        return VirtualCollective(self._place, self._regions, self._boards, launch, detached)
+        return VirtualCollective(self._place, self._regions, self._status, launch, detached)
 
     def reset(self) -> None:
-        """Forget a failure: all words of all regions and boards are zero again. Nothing runs."""
+        """Forget a failure: all words of all regions and status pages are zero again. Nothing runs."""
         self._place.settle()
         for memory in (*self._memory, *self._pages):
             memory.zero_()
 
     def _region(self, bases: list[int], rank: int, parity_bytes: int) -> Region:
-        from fusedring.kernels.region import Region
-
         table = torch.tensor(bases).to(self._place.device)
         return Region(
             table,
@@ -212,14 +204,11 @@ class VirtualCollective:
         self,
         place: _Place,
         regions: Sequence[Region],
-        boards: Sequence[Boards],
+        statuses: Sequence[KernelStatus],
         launch: Launch,
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        from fusedring.engines.kernel_launches import KernelLaunches
-        from fusedring.kernels.tiles import write_now
-
-        self._place, self._regions, self._boards, self._launch = place, regions, boards, launch
+        self._place, self._regions, self._status, self._launch = place, regions, statuses, launch
         self._tensors = tensors
         self._reachable = [place.reachable(tensor) for tensor in tensors]
         self._windows = [
@@ -247,7 +236,7 @@ class VirtualCollective:
             for window in self._windows[rank]:
                 window.kernel.launch(self._reachable[rank], self._place.patience(timeout))
 
-        events = self._place.run(chosen, launch_one, self._boards, timeout)
+        events = self._place.run(chosen, launch_one, self._status, timeout)
         for tensor, reachable in zip(self._tensors, self._reachable, strict=True):
             if tensor is not reachable:
                 tensor.copy_(reachable)
@@ -256,9 +245,9 @@ class VirtualCollective:
     def check(self) -> None:
         """Wait for what was run. Raises CollectiveTimeoutError or FusedRingError if a rank gave up."""
         self._place.settle()
-        for boards in self._boards:
-            if boards.failed:
-                raise boards.failure(self._launch.label, self._launch.algorithm, "its timeout has passed")
+        for status in self._status:
+            if status.failed:
+                raise status.failure(self._launch.label, self._launch.algorithm, "its timeout has passed")
 
 
 class _Place(Protocol):
@@ -273,7 +262,7 @@ class _Place(Protocol):
     def patience(self, timeout: float) -> int: ...
     def settle(self) -> None: ...
     def run(
-        self, ranks: Sequence[int], act: Before, boards: Sequence[Boards], timeout: float
+        self, ranks: Sequence[int], act: Before, statuses: Sequence[KernelStatus], timeout: float
     ) -> tuple[Event, Event] | None: ...
 
 
@@ -311,7 +300,7 @@ class _Streams:
         torch.cuda.synchronize(self.device)
 
     def run(
-        self, ranks: Sequence[int], act: Before, boards: Sequence[Boards], timeout: float
+        self, ranks: Sequence[int], act: Before, statuses: Sequence[KernelStatus], timeout: float
     ) -> tuple[Event, Event] | None:
         gpu, current = self._gpu, self._gpu.current_stream()
         begun = gpu.mark(current)
@@ -328,9 +317,7 @@ class _Processes:
     """The CPU, on which each virtual rank is a forked child that runs its kernel under Triton's interpreter."""
 
     def __init__(self) -> None:
-        from fusedring.kernels.signals import INTERPRETER
-
-        self.device, self.platform = torch.device("cpu"), INTERPRETER.value
+        self.device, self.platform = torch.device("cpu"), INTERPRETER
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
@@ -350,7 +337,7 @@ class _Processes:
         pass
 
     def run(
-        self, ranks: Sequence[int], act: Before, boards: Sequence[Boards], timeout: float
+        self, ranks: Sequence[int], act: Before, statuses: Sequence[KernelStatus], timeout: float
     ) -> tuple[Event, Event] | None:
         children: dict[int, int] = {}
         failed: list[int] = []
@@ -366,8 +353,8 @@ class _Processes:
                         failed += [rank] if status else []
                 if (failed or time.monotonic() > deadline) and not late:
                     late = True
-                    for board in boards:
-                        board.stop()
+                    for each in statuses:
+                        each.stop()
                 if time.monotonic() > deadline + _LEAVE_SECONDS:
                     failed += children.values()
                     break

@@ -7,18 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fusedring.config import check_timeout
 from fusedring.errors import CollectiveTimeoutError
+from fusedring.kernels.region import Totals
 from fusedring.plan.launch import Outcome
 from fusedring.transport.gpu import Event, Gpu
-
-if TYPE_CHECKING:
-    from fusedring.kernels.region import Totals
-
 
 Learnt = tuple[torch.Tensor, torch.Tensor]
 

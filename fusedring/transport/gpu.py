@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from fusedring.errors import FusedRingError
+from fusedring.kernels.layout import AMD, NVIDIA
 
 Stream = Any
 Event = Any
@@ -20,7 +21,7 @@ Event = Any
 class Gpu(Protocol):
     """One GPU of this process.
 
-    platform: NVIDIA or AMD of kernels/signals.py. comm: the stream of all communication on this GPU. There is one in
+    platform: NVIDIA or AMD of kernels/layout.py. comm: the stream of all communication on this GPU. There is one in
     the process, so that kernels of several groups run in the order in which they were launched: two that wait for their
     peers at the same time could wait for ever.
     """
@@ -110,15 +111,13 @@ class Cuda:
     """`Gpu` by way of torch.cuda (HIP where torch is built for it). Raises FusedRingError where there is none."""
 
     def __init__(self, device: torch.device) -> None:
-        from fusedring.kernels.signals import AMD, NVIDIA
-
         if not torch.cuda.is_available():
             raise FusedRingError(
                 f"{device} was asked for, but torch finds no GPU here: use tensors in host memory, which the host "
                 "engine reduces"
             )
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self.platform = (AMD if torch.version.hip else NVIDIA).value
+        self.platform = AMD if torch.version.hip else NVIDIA
         if self.device not in _comm_streams:
             # Of high priority: its few programs get their place as soon as some of backward's have ended.
             _comm_streams[self.device] = torch.cuda.Stream(self.device, priority=-1)  # type: ignore[no-untyped-call]

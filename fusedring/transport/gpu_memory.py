@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from fusedring.kernels.layout import STATUS_BYTES
+from fusedring.kernels.region import Region
 from fusedring.transport.gpu import Gpu
-from fusedring.transport.kernel_status import Boards
-from fusedring.transport.launch_log import LEDGER_BYTES, Ledger
+from fusedring.transport.kernel_status import KernelStatus
+from fusedring.transport.launch_log import LOG_BYTES, LaunchLog
 from fusedring.transport.workspace import Workspace
-
-if TYPE_CHECKING:
-    from fusedring.kernels.region import Region
 
 
 class Way(Protocol):
@@ -48,19 +47,17 @@ class Way(Protocol):
         ...
 
 
-class Pages:
-    """Every rank's board and ledger, in shared host memory. Making it is collective."""
+class HostPages:
+    """Every rank's status page and launch log, in shared host memory. Making it is collective."""
 
     def __init__(self, workspace: Workspace, channels: int, timeout: float) -> None:
-        from fusedring.kernels.signals import BOARD_BYTES
-
-        nbytes = BOARD_BYTES + LEDGER_BYTES
+        nbytes = STATUS_BYTES + LOG_BYTES
         self.own = workspace.allocate(nbytes, timeout=timeout)
         location = workspace.locate(self.own)
         assert location is not None
         pages = [workspace.bytes_at(rank, location, nbytes) for rank in range(workspace.world_size)]
-        self.boards = Boards(workspace.rank, [page[:BOARD_BYTES] for page in pages], channels, workspace.is_lost)
-        self.ledger = Ledger(workspace.rank, [page[BOARD_BYTES:] for page in pages])
+        self.status = KernelStatus(workspace.rank, [page[:STATUS_BYTES] for page in pages], channels, workspace.is_lost)
+        self.log = LaunchLog(workspace.rank, [page[STATUS_BYTES:] for page in pages])
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ class Lent:
 
     way: Way
     region: Region
-    pages: Pages
+    pages: HostPages
     full_mesh: bool
     why_not: tuple[str, ...]
 

@@ -1,9 +1,9 @@
 """What each rank has launched, in shared memory: ranks that differ find out without waiting for each other.
 
 A GPU's launches are queued far ahead of what runs, so ranks cannot meet before each one as the host engine's do.
-Instead each rank writes the header of every launch into its own ledger, and compares, at its later calls, those
-launches whose headers are all there by then. Until a difference is found, the GPU may have added gradients that do not
-belong together.
+Instead each rank writes the header of every launch into its own log, and compares, at its later calls, those launches
+whose headers are all there by then. Until a difference is found, the GPU may have added gradients that do not belong
+together.
 
 Entry n of a rank lies at n modulo ENTRIES: first the header, then n. Only its rank writes it, and never waits; a reader
 that finds another number before or after it has read the header has come too late for that entry, and skips it.
@@ -21,15 +21,15 @@ from fusedring.transport.agreement import HEADER_BYTES
 ENTRIES = 512
 _ENTRY_BYTES = 128
 assert HEADER_BYTES + 8 <= _ENTRY_BYTES
-LEDGER_BYTES = ENTRIES * _ENTRY_BYTES
+LOG_BYTES = ENTRIES * _ENTRY_BYTES
 
 
-class Ledger:
-    """All ranks' ledgers: uint8, LEDGER_BYTES each and zeroed, in rank order."""
+class LaunchLog:
+    """All ranks' logs, as rank `rank` sees them: uint8, LOG_BYTES each and zeroed, in rank order."""
 
-    def __init__(self, rank: int, ledgers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, rank: int, logs: Sequence[torch.Tensor]) -> None:
         self._rank = rank
-        self._bytes = [memoryview(ledger.numpy().data) for ledger in ledgers]
+        self._bytes = [memoryview(log.numpy().data) for log in logs]
         self._numbers = [memory.cast("Q") for memory in self._bytes]
         self._entered = 0
         self._compared = 0

@@ -1,4 +1,4 @@
-"""Small values on their way to a GPU, without waiting for it: pinned buffers, used again once they were copied.
+"""Writes of small values to a GPU, without waiting for it: through pinned buffers, each used again once it was copied.
 
 What a CUDA graph copies, it copies again in every replay, from the same buffer; so that buffer is never used again. And
 no pinned memory can be had while a graph is captured; so spare buffers are put aside before.
@@ -17,7 +17,7 @@ from fusedring.transport.gpu import Event, Gpu
 _SMALLEST = 4096
 
 
-class Staging:
+class PinnedWrites:
     """Writes to the memory of one GPU, in the order of its communication stream."""
 
     def __init__(self, gpu: Gpu) -> None:
@@ -63,7 +63,7 @@ class Staging:
 
     def _free_buffer(self, size: int) -> torch.Tensor:
         on_the_way = self._on_the_way[size]
-        # They were copied in this order, so if the oldest is not through, none is.
+        # The GPU copies buffers in this order, so if the oldest is not through, none is.
         if on_the_way and self._gpu.has_passed(on_the_way[0][0]):
             return on_the_way.pop(0)[1]
         return self._gpu.pinned(size)

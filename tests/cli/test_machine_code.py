@@ -14,7 +14,8 @@ from triton.language.extra.cuda import globaltimer
 
 from fusedring.cli import main
 from fusedring.cli.machine_code import KERNELS, Variant, check_variant, compile_kernel, problems, read, variants
-from fusedring.kernels.signals import INTERPRETER, NVIDIA, clock, post, word
+from fusedring.kernels.layout import INTERPRETER, NVIDIA
+from fusedring.kernels.signals import clock, post, word
 
 FLOAT, HALF, BFLOAT, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
 RING = Variant("ring_all_reduce", FLOAT, BFLOAT)
@@ -132,7 +133,7 @@ def test_spilling_is_noticed():
 
 
 def test_a_read_modify_write_on_a_signal_is_noticed():
-    report = check_variant(RING, "sm_90", platform=INTERPRETER.value)
+    report = check_variant(RING, "sm_90", platform=INTERPRETER)
     assert report.rmw_on_signals > 0
     assert "read-modify-writes" in "; ".join(problems(report))
 

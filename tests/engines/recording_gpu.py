@@ -35,9 +35,9 @@ class RecordingGpu:
     def __init__(self) -> None:
         # Here and below, since whoever imports this file may not have set TRITON_INTERPRET yet.
         from fusedring.engines.interpreter import seconds_per_look
-        from fusedring.kernels.signals import INTERPRETER
+        from fusedring.kernels.layout import INTERPRETER
 
-        self.device, self.platform, self.comm = torch.device("cpu"), INTERPRETER.value, "comm"
+        self.device, self.platform, self.comm = torch.device("cpu"), INTERPRETER, "comm"
         self.calls: list[tuple[Any, ...]] = []
         self.capturing = False
         self.pending: set[Mark] = set()
@@ -129,7 +129,7 @@ class RecordingGpu:
 
 def record_kernels(gpu: RecordingGpu) -> None:
     """Have kernel launches written down, too."""
-    from fusedring.kernels.region import Prepared
+    from fusedring.kernels.prepared import Prepared
 
     real = Prepared.launch
 

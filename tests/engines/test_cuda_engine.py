@@ -258,10 +258,10 @@ def test_a_captured_step_waits_for_nothing_and_keeps_its_tables():
 
 
 def check_staging(rank: int, world: int) -> None:
-    from fusedring.transport.pinned import Staging
+    from fusedring.transport.pinned import PinnedWrites
 
     gpu = RecordingGpu()
-    staging, target = Staging(gpu), torch.zeros(8, dtype=torch.int64)
+    staging, target = PinnedWrites(gpu), torch.zeros(8, dtype=torch.int64)
     staging.write(target, torch.arange(8))
     assert target.tolist() == list(range(8))
     (oldest,) = (mark for mark, _ in staging._on_the_way[4096])

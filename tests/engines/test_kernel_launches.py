@@ -13,9 +13,9 @@ import torch
 from benchmarks.no_driver import STREAM, NoDriver, no_driver
 from fusedring.config import dtype_name
 from fusedring.engines.kernel_launches import KernelLaunch, KernelLaunches
+from fusedring.kernels.layout import NVIDIA
 from fusedring.kernels.region import Region
-from fusedring.kernels.signals import NVIDIA
-from fusedring.kernels.tiles import write_now
+from fusedring.kernels.tables import write_now
 from fusedring.plan.launch import Launch
 from fusedring.transport.source import Source
 
@@ -29,7 +29,7 @@ def driver() -> Iterator[NoDriver]:
 
 
 def windows_of(launch: Launch, x: torch.Tensor, rank: int = 0, sources: tuple[Source, ...] = ()) -> list[KernelLaunch]:
-    region = Region(torch.zeros(5, dtype=torch.int64), rank, 4, 64 << 20, CHANNELS, NVIDIA.value)
+    region = Region(torch.zeros(5, dtype=torch.int64), rank, 4, 64 << 20, CHANNELS, NVIDIA)
     return KernelLaunches(region, write_now).of(launch, x, sources)
 
 

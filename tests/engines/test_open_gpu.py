@@ -13,8 +13,8 @@ import torch.distributed as dist
 import fusedring
 from fusedring.group.groups import communicator_of
 from fusedring.plan.plan import split_evenly
-from fusedring.transport.gpu_memory import Alone, Lent, Pages, Peers, Pinned
-from fusedring.transport.launch_log import ENTRIES, LEDGER_BYTES, Ledger
+from fusedring.transport.gpu_memory import Alone, HostPages, Lent, Peers, Pinned
+from fusedring.transport.launch_log import ENTRIES, LOG_BYTES, LaunchLog
 from tests.engines.recording_gpu import PARITY_BYTES, NoPeers, RecordingGpu, pretend_ways
 from tests.ranks import run_ranks
 
@@ -68,7 +68,7 @@ def check_ways(rank: int, world: int) -> list[tuple[str, ...]]:
         return communicator._rendezvous.exchange(text, timeout=60, purpose=purpose)
 
     def attempt(*ways: Any) -> Lent | list[str]:
-        pages = Pages(workspace, CHANNELS, 60)
+        pages = HostPages(workspace, CHANNELS, 60)
         return lend(
             gpu,
             workspace,
@@ -95,7 +95,7 @@ def check_ways(rank: int, world: int) -> list[tuple[str, ...]]:
         assert isinstance(lent, Lent)
         assert lent.way is good
         assert lent.region.rank == rank
-        assert not lent.pages.boards.failed
+        assert not lent.pages.status.failed
         told.append(lent.why_not)
         lent.close(gpu)
         assert gpu.registered == set()
@@ -137,7 +137,7 @@ def check_wrong_data(rank: int, world: int) -> str:
     os.environ["TRITON_INTERPRET"] = "1"
 
     from fusedring.engines.open_gpu import Probe, lend
-    from fusedring.kernels.region import Prepared
+    from fusedring.kernels.prepared import Prepared
 
     communicator = communicator_of()
     real = Prepared.launch
@@ -152,7 +152,7 @@ def check_wrong_data(rank: int, world: int) -> str:
     reasons = lend(
         gpu,
         communicator._workspace,
-        Pages(communicator._workspace, CHANNELS, 60),
+        HostPages(communicator._workspace, CHANNELS, 60),
         [Pinned(gpu, communicator._workspace, 60)],
         lambda text, purpose: communicator._rendezvous.exchange(text, timeout=60, purpose=purpose),
         channels=CHANNELS,
@@ -229,9 +229,9 @@ def headers(*scales: float) -> list[bytes]:
     return [pack(Launch("all_reduce", "ring", 16, "float32", "float32", scale), None) for scale in scales]
 
 
-def test_ledgers():
-    memory = [torch.zeros(LEDGER_BYTES, dtype=torch.uint8) for _ in range(3)]
-    ranks = [Ledger(rank, memory) for rank in range(3)]
+def test_launch_logs():
+    memory = [torch.zeros(LOG_BYTES, dtype=torch.uint8) for _ in range(3)]
+    ranks = [LaunchLog(rank, memory) for rank in range(3)]
     same, other = headers(1.0, 2.0)
     for _ in range(ENTRIES // 2):
         for rank in ranks:
@@ -251,9 +251,9 @@ def test_ledgers():
     assert "ranks 0, 2" in texts.pop()
 
 
-def test_a_ledger_that_runs_far_ahead():
-    memory = [torch.zeros(LEDGER_BYTES, dtype=torch.uint8) for _ in range(2)]
-    fast, slow = (Ledger(rank, memory) for rank in range(2))
+def test_a_launch_log_that_runs_far_ahead():
+    memory = [torch.zeros(LOG_BYTES, dtype=torch.uint8) for _ in range(2)]
+    fast, slow = (LaunchLog(rank, memory) for rank in range(2))
     same, other = headers(1.0, 2.0)
     for _ in range(ENTRIES + 3):
         fast.enter(same)

@@ -157,7 +157,7 @@ def test_tensors_larger_than_the_slots():
 def check_stopped_rank(rank: int, world: int, algorithm: str) -> str:
     """One rank announces the launch and then never runs its kernel."""
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring.kernels.region import Prepared
+    from fusedring.kernels.prepared import Prepared
 
     x = torch.full((5000,), float(rank))
     fusedring.all_reduce(x, engine="triton", algorithm=algorithm, op="sum")
@@ -198,7 +198,7 @@ def test_a_rank_that_stops_half_way_is_named_with_the_step(algorithm):
 
 def check_killed_in_kernel(rank: int, world: int) -> str:
     os.environ["TRITON_INTERPRET"] = "1"
-    from fusedring.kernels.region import Prepared
+    from fusedring.kernels.prepared import Prepared
 
     x = torch.full((5000,), float(rank))
     fusedring.all_reduce(x, engine="triton", algorithm="ring")
@@ -347,8 +347,7 @@ def test_gradients_that_share_one_memory():
 def check_wrap(rank: int, world: int) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     from fusedring.group.groups import communicator_of
-    from fusedring.kernels.region import slots_byte
-    from fusedring.kernels.signals import EPOCHS
+    from fusedring.kernels.layout import EPOCHS, slots_byte
 
     def reduce(algorithm: str) -> None:
         x = torch.full((5000,), float(rank))
@@ -358,11 +357,11 @@ def check_wrap(rank: int, world: int) -> None:
     reduce("ring")
     words = communicator_of().engine_for("triton", torch.device("cpu"))._opened._regions[rank].view(torch.int32)
     torch.distributed.barrier()
-    words[EPOCHS.value : slots_byte(world) // 4] = 2**31 - 3
+    words[EPOCHS : slots_byte(world) // 4] = 2**31 - 3
     torch.distributed.barrier()
     for algorithm in ("ring", "two_shot", "one_shot") * 3:
         reduce(algorithm)
-    assert words[EPOCHS.value] == -(2**31) + 6
+    assert words[EPOCHS] == -(2**31) + 6
 
 
 def test_epochs_survive_the_wrap():
@@ -423,7 +422,8 @@ def check_far_indices(rank: int, world: int) -> None:
     import triton
     import triton.language as tl
 
-    from fusedring.kernels.tiles import Run, Table, read_tile, slot
+    from fusedring.kernels.tables import Run, Table
+    from fusedring.kernels.tiles import read_tile, slot
 
     globals().update(tl=tl, read_tile=read_tile, slot=slot)  # where a kernel looks for names
     start = (1 << 33) + 16

@@ -1,4 +1,4 @@
-"""The protocol of the kernels, by trying every interleaving of a model of it (protocol.py).
+"""The protocol of the kernels, by trying every interleaving of a model of it (protocol.py, interleavings.py).
 
 First the rules as they are: no violation in any of the collectives, repeated, mixed, with empty segments and with
 several channels. Then each rule broken: the search must find what goes wrong, else it would not have seen it above.
@@ -14,7 +14,8 @@ import pytest
 
 from fusedring.config import Kind
 from fusedring.plan.plan import ALIGNMENT, make_plan
-from tests.kernels.protocol import Launch, Put, Result, Rules, explore, programs
+from tests.kernels.interleavings import Result, explore
+from tests.kernels.protocol import Launch, Put, Rules, programs
 
 KIND: dict[str, Kind] = {"": "all_reduce", ":scatter": "reduce_scatter", ":gather": "all_gather"}
 HALVED = ("ring", "two_shot", "master")

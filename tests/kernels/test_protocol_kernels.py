@@ -14,6 +14,18 @@ import numpy as np
 import pytest
 import torch
 
+from fusedring.kernels.layout import (
+    SIGNAL_ROW,
+    SIGNALS,
+    STATUS_BYTES,
+    direct_rows,
+    region_bytes,
+    ring_rows,
+    row_bytes,
+    slots_byte,
+)
+from fusedring.kernels.region import Region, Totals
+from fusedring.kernels.tables import Run, Table
 from tests.kernels.protocol import Join, Launch, Post, Program, Put, Read, Rules, Wait, programs
 from tests.kernels.test_protocol import COLLECTIVES, launches
 from tests.ranks import run_ranks
@@ -66,25 +78,21 @@ class Recording:
             setattr(self._builder, name, original)
 
     def _note(self, what: str, pointers: Any, number: int) -> None:
-        from fusedring.kernels.signals import SIGNALS
-
         address = int(np.asarray(pointers.data).flat[0])
         for rank, (base, nbytes) in enumerate(self._spans):
             at = address - base
             if 0 <= at < nbytes:
                 in_slots = at >= self._slots_byte
-                if in_slots == (what in ("read", "put")) and (in_slots or at >= 4 * SIGNALS.value):
+                if in_slots == (what in ("read", "put")) and (in_slots or at >= 4 * SIGNALS):
                     self.raw.append((what, rank, at, number))
 
 
 def touches(raw: list[tuple[str, int, int, int]], epoch: int, slots_byte: int, parity: int, row: int) -> list[Touch]:
     """Addresses as rows and places."""
-    from fusedring.kernels.signals import SIGNAL_ROW, SIGNALS
-
     found = []
     for what, rank, at, number in raw:
         if what in ("wait", "post"):
-            line, index = divmod(at // 4 - SIGNALS.value, SIGNAL_ROW.value)
+            line, index = divmod(at // 4 - SIGNALS, SIGNAL_ROW)
             found.append((what, rank, line, index, epoch if what == "wait" else number))
         else:
             assert number == PART
@@ -127,9 +135,6 @@ def modelled(program: Program, epoch: int, rows: int, places: int) -> list[Touch
 
 def compare(launch: Launch, channels: int) -> None:
     from fusedring.kernels import direct, ring
-    from fusedring.kernels.region import Region, Totals, region_bytes, row_bytes, slots_byte
-    from fusedring.kernels.signals import BOARD_BYTES, SIGNALS
-    from fusedring.kernels.tiles import Run, Table
 
     world, algorithm = len(launch.chunks), launch.algorithm
     scatter, gather = launch.kind != "all_gather", launch.kind != "reduce_scatter"
@@ -141,9 +146,9 @@ def compare(launch: Launch, channels: int) -> None:
     output = torch.zeros(max(1, edges[-1]))
     parity = 256 * 64 * world
     regions = [torch.zeros(region_bytes(world, parity), dtype=torch.uint8) for _ in range(world)]
-    board = torch.zeros(BOARD_BYTES, dtype=torch.uint8)
-    bases = torch.tensor([*(region.data_ptr() for region in regions), board.data_ptr()])
-    rows = ring.ring_rows(world) if algorithm == "ring" else direct.direct_rows(algorithm, world)
+    status = torch.zeros(STATUS_BYTES, dtype=torch.uint8)
+    bases = torch.tensor([*(region.data_ptr() for region in regions), status.data_ptr()])
+    rows = ring_rows(world) if algorithm == "ring" else direct_rows(algorithm, world)
     places = world * chunks if whole_rows else chunks
     start = slots_byte(world)
     model = programs((launch,) * 2, Rules(stream_order=False), channels)
@@ -164,10 +169,10 @@ def compare(launch: Launch, channels: int) -> None:
         prepared = run(table, region, totals, dtype=torch.float32, wire=torch.float32, scale=1.0, **halves)
         for epoch in (1, 2):
             for memory in regions:  # all peers have come, and more
-                memory.view(torch.int32)[SIGNALS.value : start // 4] = 99
+                memory.view(torch.int32)[SIGNALS : start // 4] = 99
             with Recording(regions, start) as recording:
                 prepared.launch(output, 3)
-            got = touches(recording.raw, epoch, start, parity, row_bytes(region, rows))
+            got = touches(recording.raw, epoch, start, parity, row_bytes(parity, rows))
             mine = model[rank * channels : (rank + 1) * channels]
             want = [touch for program in mine for touch in modelled(program, epoch, rows, places)]
             assert got == want, (launch, channels, rank, epoch)
