@@ -11,7 +11,9 @@ these vectors by one small launch after those of the buckets. So each rank learn
 exactly for any world size up to 2^24, and the norm of all averages without reading them again, with the same bits
 everywhere.
 
-In most steps no rank has anything to tell of the entries. Then their part is zero already, and stays so.
+In most steps no rank has anything to tell of the entries. Then their part is zero already, and stays so. Where ranks
+meet before each launch, and nothing is learnt of values, they say there whether they have anything to tell; if none
+has, the launch is not made (see `Scheduler.launch_flags`).
 """
 
 from __future__ import annotations
@@ -82,8 +84,9 @@ class Flags:
         return -(-(ROWS * entries + 2 * buckets) // ALIGNMENT) * ALIGNMENT
 
     def write(self, late: Sequence[bool], partial: set[int]) -> None:
-        """What this rank has to tell of the entries. partial: their ids."""
+        """What this rank has to tell of the entries. late: for each, or none at all. partial: their ids."""
         if any(late) or partial:
+            late = late or [False] * len(self._entries)
             empty = [is_late and e.parameter.grad is None for is_late, e in zip(late, self._entries, strict=True)]
             in_parts = [id(entry) in partial for entry in self._entries]
             self._of_entries.copy_(self._of_entries.new_tensor([late, empty, in_parts]))
@@ -113,6 +116,11 @@ class Flags:
         told = self._tell(self._used if self._gpu is None else self._used.cpu())
         self._clear = not (any(told.late) or any(told.empty) or any(told.partial))
         return told
+
+    def nothing_told(self) -> Told:
+        """What all ranks have told where none had anything to tell."""
+        nobody = [0] * len(self._entries)
+        return Told(nobody, nobody, nobody, None, None)
 
     def send_to_host(self, gpu: Gpu) -> FlagsOnTheWay:
         """What all ranks have told, as soon as it is there. gpu: where the flags lie."""

@@ -27,14 +27,16 @@ class Reduction(Protocol):
     """Of the buckets of one wrapper.
 
     reads_in_place: whether gradients may stay where autograd left them until they are reduced. tells_values: whether
-    works tell sums of squares and non-finite values.
+    works tell sums of squares and non-finite values. tells_more: whether the work of the last bucket tells if some rank
+    has flags to tell, so that they need not be sent where none has.
     """
 
     reads_in_place: bool
     tells_values: bool
+    tells_more: bool
 
-    def start(self, step: Step, index: int, bucket: Bucket, *, is_last: bool, world_size: int) -> Launched:
-        """Reduce bucket number `index`, dividing by `world_size`."""
+    def start(self, step: Step, index: int, bucket: Bucket, *, is_last: bool, more: bool, world_size: int) -> Launched:
+        """Reduce bucket number `index`, dividing by `world_size`. more: whether this rank has flags to tell."""
         ...
 
     def hand_out(self, entries: Iterable[Entry]) -> None:
@@ -48,7 +50,7 @@ class Launcher:
     def __init__(self, communicator: Communicator, engine: Engine, config: RingConfig, wrapper: int) -> None:
         self._communicator, self.engine, self._config, self._wrapper = communicator, engine, config, wrapper
 
-    def average(self, step: Step, index: int, flat: torch.Tensor, world_size: int) -> Launch:
+    def average(self, step: Step, index: int, flat: torch.Tensor, world_size: int, *, more: bool = False) -> Launch:
         """The launch that divides bucket number `index` by `world_size` and sums it as the user has chosen."""
         config = self._config
         return Launch(
@@ -62,6 +64,7 @@ class Launcher:
             wrapper=self._wrapper,
             step=step.number,
             bucket=index,
+            more=more,
         )
 
     def sum_flags(self, step: Step, vector: torch.Tensor) -> Work:
@@ -90,10 +93,11 @@ class Averages:
     def __init__(self, launcher: Launcher, *, grad_is_view: bool) -> None:
         self._launcher, self._grad_is_view = launcher, grad_is_view
         self.reads_in_place, self.tells_values = launcher.engine.reads_in_place, launcher.engine.tells_values
+        self.tells_more = launcher.engine.tells_more
 
-    def start(self, step: Step, index: int, bucket: Bucket, *, is_last: bool, world_size: int) -> Launched:
+    def start(self, step: Step, index: int, bucket: Bucket, *, is_last: bool, more: bool, world_size: int) -> Launched:
         """See `Reduction`."""
-        launch = self._launcher.average(step, index, bucket.flat, world_size)
+        launch = self._launcher.average(step, index, bucket.flat, world_size, more=more)
         sources = [Source(start, tensor) for start, tensor in sorted(step.sources[index].items())]
         return Launched(launch, self._launcher.submit(step, launch, bucket.flat, sources))
 
@@ -114,13 +118,13 @@ class Averages:
 class HookedAverages:
     """The user's hook sums, then `.grad` is what it gave. averages: what happens without it."""
 
-    reads_in_place = tells_values = False
+    reads_in_place = tells_values = tells_more = False
 
     def __init__(self, hook: CommHook, launcher: Launcher, averages: Averages) -> None:
         self.hook, self._launcher = hook, launcher
         self.hand_out = averages.hand_out
 
-    def start(self, step: Step, index: int, bucket: Bucket, *, is_last: bool, world_size: int) -> Launched:
+    def start(self, step: Step, index: int, bucket: Bucket, *, is_last: bool, more: bool, world_size: int) -> Launched:
         """See `Reduction`."""
         launch = self._launcher.average(step, index, bucket.flat, world_size)
         future = self.hook.hook(self.hook.state, GradBucket(bucket, index, is_last=is_last))

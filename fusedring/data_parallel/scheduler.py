@@ -230,7 +230,10 @@ class Scheduler:
         bucket, world_size = self.buckets[index], self.divisor or self._communicator.world_size
         if takes:
             step.take(index, bucket, self._shared, reads_in_place=self.reduction.reads_in_place)
-        launched = self.reduction.start(step, index, bucket, is_last=self.turn.is_last, world_size=world_size)
+        is_last = self.turn.is_last
+        launched = self.reduction.start(
+            step, index, bucket, is_last=is_last, more=is_last and takes and self._has_more(step), world_size=world_size
+        )
         step.launched.append(launched)
         self.turn.launched()
 
@@ -249,18 +252,28 @@ class Scheduler:
         while (index := self.turn.next) is not None:
             self._launch(step, index)
 
+    def _has_more(self, step: Step) -> bool:
+        """Whether this rank has flags to tell, or may have by the end of backward."""
+        return any(step.waiting_for) or bool(self._announcements) or bool(self._announcements.partial)
+
+    def _somebody_has_more(self, step: Step) -> bool:
+        """Whether flags have to be sent: the values that were learnt, or what some rank said that it has."""
+        reduction = self.reduction
+        return reduction.tells_values or not reduction.tells_more or step.launched[-1].work.heard_more()
+
     def launch_flags(self) -> None:
-        """Behind all buckets of all wrappers: tell the other ranks what came here."""
+        """Behind all buckets of all wrappers: tell the other ranks what came here, if anybody has to tell something."""
         step = self._step
         if step is None or step.flags is not None:
             return
-        late, partial = step.late(), self._announcements.partial
+        late, partial = step.late() if any(step.waiting_for) else [], self._announcements.partial
         self.late_here, step.partial = self._names_of(late), bool(partial)
         if step.captured and (self.late_here or partial):
             names = ", ".join(self.late_here) or "what was computed in several parts"
             raise RuntimeError(f"a CUDA graph cannot capture a backward that leaves {names} without gradients")
-        self._flags.write(late, partial)
-        self._send_flags(step)
+        if self._somebody_has_more(step):
+            self._flags.write(late, partial)
+            self._send_flags(step)
 
     def _send_flags(self, step: Step) -> None:
         self._flags.learn([each.work for each in step.launched] if self.reduction.tells_values else None)
@@ -294,8 +307,9 @@ class Scheduler:
         while (index := self.turn.next) is not None:
             self.buckets[index].flat.zero_()
             self._launch(step, index, takes=False)
-        self._flags.write_empty()
-        self._send_flags(step)
+        if self._somebody_has_more(step):
+            self._flags.write_empty()
+            self._send_flags(step)
         with self.numbers.catching_up():
             self._end(step)
 
@@ -342,7 +356,7 @@ class Scheduler:
             self.reduction.hand_out(self._entries)
             self.results.keep(step, self._flags.send_to_host(self._gpu) if not step.captured else None)
             return []
-        told = self._flags.read()
+        told = self._flags.read() if step.flags is not None else self._flags.nothing_told()
         if any(told.empty):
             world = self._communicator.world_size
             self.reduction.hand_out(e for e, ranks in zip(self._entries, told.empty, strict=True) if ranks < world)

@@ -26,6 +26,7 @@ class Engine(Protocol):
     name: by which users ask for it and headers name it. rules: which algorithm 'auto' stands for here.
     in_caller: whether `start` runs in the thread that asks, not on the group's own. reads_in_place: whether parts of a
     tensor may be handed over as sources. tells_values: whether outcomes say what the kernels learnt of the results.
+    tells_more: whether outcomes say if some rank has more to tell, since ranks meet before each launch.
     gpu: where the tensors lie; None for host memory.
     """
 
@@ -34,6 +35,7 @@ class Engine(Protocol):
     in_caller: bool
     reads_in_place: bool
     tells_values: bool
+    tells_more: bool
 
     @property
     def gpu(self) -> Gpu | None: ...

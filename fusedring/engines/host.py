@@ -46,6 +46,7 @@ class HostEngine:
     in_caller = False
     reads_in_place = False
     tells_values = False
+    tells_more = True
     gpu = None
 
     def __init__(self, workspace: Workspace, rules: Sequence[Rule]) -> None:
@@ -95,7 +96,7 @@ class HostEngine:
             job.perform(window)
             if here is None and not job.exchanges_slots:
                 job.copy_out(window)
-        return Outcome(started)
+        return Outcome(started, more=agreement.anybody_has_more(headers))
 
     def settle(self) -> None:
         """What was started has ended."""

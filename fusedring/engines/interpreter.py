@@ -48,6 +48,7 @@ class InterpreterEngine:
     in_caller = True  # in another thread, Triton's interpreter would meet the caller's own kernels
     reads_in_place = True
     tells_values = True
+    tells_more = True
     gpu = None
 
     def __init__(self, workspace: Workspace, rules: Sequence[Rule]) -> None:
@@ -95,7 +96,7 @@ class InterpreterEngine:
             opened.abort_all()  # peers wait in a kernel, where nothing else reaches them
             tensor.fill_(math.nan)  # some of it may be reduced, and some not
             raise
-        return Outcome(started, squares, unbounded)
+        return Outcome(started, squares, unbounded, agreement.anybody_has_more(headers))
 
     def settle(self) -> None:
         """What was started has ended."""

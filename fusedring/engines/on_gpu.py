@@ -44,6 +44,7 @@ class GpuEngine(ABC):
     in_caller = True
     reads_in_place = True
     tells_values: bool
+    tells_more = False
 
     def __init__(
         self, gpu: Gpu, workspace: Workspace, log: LaunchLog, *, channels: int, full_mesh: bool = False

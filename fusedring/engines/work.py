@@ -90,6 +90,12 @@ class Work:
         assert isinstance(self._value, Outcome)
         return self._value
 
+    def heard_more(self) -> bool:
+        """Whether some rank said with this launch that it has more to tell. Waits for the end; False if it failed."""
+        if not self._finished:
+            self._end().wait()
+        return isinstance(self._value, Outcome) and bool(self._value.more)
+
     def learnt(self) -> Learnt | None:
         """Of the results that this rank completed, once it has ended; None if it failed, or nobody has looked at them.
 

@@ -17,6 +17,7 @@ class Launch:
     factor: what each contribution is multiplied by. engine: the name of the engine that carries it out.
     wrapper, step, bucket: whose launch this is, of which training step (-1 each outside of training; bucket may be
         FLAGS). Wrappers are numbered as they were made.
+    more: whether this rank has flags to tell behind this launch. Alone of all this need not be the same on all ranks.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Launch:
     wrapper: int = -1
     step: int = -1
     bucket: int = -1
+    more: bool = False
 
     @property
     def label(self) -> str:
@@ -55,9 +57,10 @@ class Outcome:
     """started: time.perf_counter() when all ranks had come.
 
     squares, unbounded: where the engine gives them, the sum of squares of the results that this rank completed (its
-    part), and whether one of them is inf or NaN.
+    part), and whether one of them is inf or NaN. more: whether some rank has flags to tell; None if nobody knows.
     """
 
     started: float
     squares: float | None = None
     unbounded: bool | None = None
+    more: bool | None = None

@@ -2,7 +2,7 @@
 
 Every rank packs its *message*, mostly a launch, into a header of `HEADER_BYTES` bytes. The first `_AGREED_BYTES` must
 be equal on all ranks; `agree` words the difference, and since every rank sees every header, the text is the same
-everywhere. The rest tells peers where a rank's tensor lies.
+everywhere. The rest tells peers where a rank's tensor lies, and whether the rank has flags to tell behind its launch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ _NUMBERS = struct.Struct("<qqqq")
 """The layout of every other message: which one it is, and its fields, as far as there are any."""
 _WHERE = struct.Struct("<qq")
 _AGREED_BYTES = _LAUNCH.size
-HEADER_BYTES = _AGREED_BYTES + _WHERE.size
+_MORE = struct.Struct("<q")
+_MORE_AT = _AGREED_BYTES + _WHERE.size
+HEADER_BYTES = _MORE_AT + _MORE.size
 _STAGED = _WHERE.pack(-1, 0)
 """The place of a tensor outside the workspace: it travels through the rank's staging slot."""
 
@@ -79,7 +81,9 @@ def pack(message: Message, location: Location | None = None) -> bytes:
     where = _STAGED if location is None else _WHERE.pack(location.arena, location.offset)
     if not isinstance(message, Launch):
         numbers = (*astuple(message), 0, 0, 0)[:3]
-        return _NUMBERS.pack(_MESSAGES.index(type(message)), *numbers).ljust(_AGREED_BYTES, b"\0") + where
+        return (
+            _NUMBERS.pack(_MESSAGES.index(type(message)), *numbers).ljust(_AGREED_BYTES, b"\0") + where + _MORE.pack(0)
+        )
     agreed = _LAUNCH.pack(
         0,
         KINDS.index(message.kind),
@@ -93,7 +97,7 @@ def pack(message: Message, location: Location | None = None) -> bytes:
         message.step,
         message.bucket,
     )
-    return agreed + where
+    return agreed + where + _MORE.pack(message.more)
 
 
 def unpack(header: bytes) -> tuple[Message, Location | None]:
@@ -114,6 +118,7 @@ def unpack(header: bytes) -> tuple[Message, Location | None]:
         wrapper=wrapper,
         step=step,
         bucket=bucket,
+        more=anybody_has_more([header]),
     )
     return launch, _location(header)
 
@@ -129,8 +134,13 @@ def agree(headers: Sequence[bytes], *, so: str = "nothing was written") -> list[
     return [_location(header) for header in headers]
 
 
+def anybody_has_more(headers: Sequence[bytes]) -> bool:
+    """Whether one of the launches says that its rank has more to tell."""
+    return any(_MORE.unpack_from(header, _MORE_AT)[0] for header in headers)
+
+
 def _location(header: bytes) -> Location | None:
-    where = header[_AGREED_BYTES:HEADER_BYTES]
+    where = header[_AGREED_BYTES:_MORE_AT]
     return None if where == _STAGED else Location(*_WHERE.unpack(where))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from fusedring import FusedRingDDP
 from fusedring.data_parallel.buckets import Entry
 from fusedring.data_parallel.flags import Flags
-from fusedring.plan.launch import FLAGS
+from fusedring.plan.launch import FLAGS, Launch
 from tests import reference
 from tests.ranks import run_ranks
 
@@ -51,22 +51,36 @@ def test_flags_are_cleared_where_somebody_had_set_one():
     assert not flags.vector.any()
 
 
-def check_float32_whatever_the_wire(rank: int, world: int) -> None:
-    model = FusedRingDDP(nn.Linear(3, 2).bfloat16(), wire_dtype="bf16", find_unused_parameters=True)
-    scheduler = model._scheduler
-    launches = []
-    submit = scheduler._communicator.submit
+def noted_launches(model: FusedRingDDP) -> list[Launch]:
+    communicator = model._scheduler._communicator
+    launches, submit = [], communicator.submit
 
     def noted(engine, launch, *args, **kwargs):
         launches.append(launch)
         return submit(engine, launch, *args, **kwargs)
 
-    scheduler._communicator.submit = noted
-    model(torch.ones(1, 3).bfloat16()).sum().backward()
-    bucket, flags = launches
-    assert (bucket.dtype, bucket.wire) == ("bfloat16", "bfloat16")
-    assert (flags.dtype, flags.wire, flags.factor, flags.bucket) == ("float32", "float32", 1.0, FLAGS)
+    communicator.submit = noted
+    return launches
 
 
-def test_flags_travel_in_float32_whatever_the_wire():
+def check_float32_whatever_the_wire(rank: int, world: int) -> None:
+    model = FusedRingDDP(nn.ModuleList(nn.Linear(3, 2).bfloat16() for _ in range(2)), wire_dtype="bf16", **UNUSED)
+    launches = noted_launches(model)
+    model.module.forward = lambda x, used: sum(part(x).sum() for part in list(model.module)[:used])
+    x = torch.ones(1, 3).bfloat16()
+    for used_by_rank_1 in (2, 1, 2):
+        launches.clear()
+        model(x, used_by_rank_1 if rank == 1 else 2).backward()
+        bucket, *flags = launches
+        assert (bucket.dtype, bucket.wire) == ("bfloat16", "bfloat16")
+        # Nobody has anything to tell, so nothing is launched; one rank has, so all launch.
+        assert len(flags) == (used_by_rank_1 == 1)
+        for launch in flags:
+            assert (launch.dtype, launch.wire, launch.factor, launch.bucket) == ("float32", "float32", 1.0, FLAGS)
+
+
+UNUSED = {"find_unused_parameters": True}
+
+
+def test_flags_travel_where_somebody_has_to_tell_and_in_float32_whatever_the_wire():
     run_ranks(2, check_float32_whatever_the_wire)
