@@ -48,13 +48,6 @@ from fusedring.kernels.tiles import (
 )
 
 
-class Neighbours(NamedTuple):
-    """previous: the rank that this one receives from. following: address of the region of the one it sends to."""
-
-    previous: Any
-    following: Any
-
-
 class Places(NamedTuple):
     """Where a step takes and puts its tiles.
 
@@ -96,28 +89,27 @@ def ring(
     """
     bucket = Bucket(tiles, chunk_tiles, origins, output, chunks, scale_of(scale_bits, FORM))
     link = begin(bases, rank, world, slots, row_bytes, parity_bytes, patience)
-    around = Neighbours((rank + world - 1) % world, tl.load(bases + (rank + 1) % world))
     complete = (rank + 1) % world
     hops = world - 1
     ok = is_aborted(link.region) == 0
     s, u = nothing()
     if world == 1:
-        ok, s, u = _reduce_copy(ok, bucket, link, around, rank, FORM)
+        ok, s, u = _reduce_copy(ok, bucket, link, rank, FORM)
     else:
         if SCATTER:
-            ok = _send(ok, bucket, link, around, rank, 0, FORM)
+            ok = _send(ok, bucket, link, rank, 0, FORM)
             for hop in range(1, hops):
                 segment = (rank + world - hop) % world
-                ok = _receive_reduce_send(ok, bucket, link, around, segment, hop - 1, hop, FORM)
-            ok, s, u = _receive_reduce_copy_send(ok, bucket, link, around, complete, hops - 1, hops, GATHER, FORM)
+                ok = _receive_reduce_send(ok, bucket, link, segment, hop - 1, hop, FORM)
+            ok, s, u = _receive_reduce_copy_send(ok, bucket, link, complete, hops - 1, hops, GATHER, FORM)
         else:
-            ok = _copy_send(ok, bucket, link, around, complete, hops, FORM)
+            ok = _copy_send(ok, bucket, link, complete, hops, FORM)
         if GATHER:
             for hop in range(1, hops):
                 segment = (complete + world - hop) % world
                 row = hops + hop
-                ok = _receive_copy_send(ok, bucket, link, around, segment, row - 1, row, FORM)
-            ok = _receive_copy(ok, bucket, link, around, (rank + 2) % world, 2 * hops - 1, FORM)
+                ok = _receive_copy_send(ok, bucket, link, segment, row - 1, row, FORM)
+            ok = _receive_copy(ok, bucket, link, (rank + 2) % world, 2 * hops - 1, FORM)
     if ok:
         tell(s, u, squares + link.channel, unbounded + link.channel)
         end(link)
@@ -150,50 +142,46 @@ def _prepare(table: Table, region: Region, totals: Totals, scatter: bool, gather
 
 
 @triton.jit
-def _send(ok, bucket, link, around, segment, row_out, FORM: tl.constexpr):
-    ok, _, _ = _step(ok, bucket, link, around, segment, 0, row_out, FORM, OWN=True, SEND=True)
+def _send(ok, bucket, link, segment, row_out, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, segment, 0, row_out, FORM, OWN=True, SEND=True)
     return ok
 
 
 @triton.jit
-def _receive_reduce_send(ok, bucket, link, around, segment, row_in, row_out, FORM: tl.constexpr):
-    ok, _, _ = _step(ok, bucket, link, around, segment, row_in, row_out, FORM, RECEIVE=True, OWN=True, SEND=True)
+def _receive_reduce_send(ok, bucket, link, segment, row_in, row_out, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, segment, row_in, row_out, FORM, RECEIVE=True, OWN=True, SEND=True)
     return ok
 
 
 @triton.jit
-def _receive_reduce_copy_send(
-    ok, bucket, link, around, segment, row_in, row_out, GATHER: tl.constexpr, FORM: tl.constexpr
-):
+def _receive_reduce_copy_send(ok, bucket, link, segment, row_in, row_out, GATHER: tl.constexpr, FORM: tl.constexpr):
     """How a reduce-scatter ends: the sum is kept, and sent only where an all-gather follows."""
-    return _step(
-        ok, bucket, link, around, segment, row_in, row_out, FORM, RECEIVE=True, OWN=True, COPY=True, SEND=GATHER
-    )
+    return _step(ok, bucket, link, segment, row_in, row_out, FORM, RECEIVE=True, OWN=True, COPY=True, SEND=GATHER)
 
 
 @triton.jit
-def _receive_copy_send(ok, bucket, link, around, segment, row_in, row_out, FORM: tl.constexpr):
-    ok, _, _ = _step(ok, bucket, link, around, segment, row_in, row_out, FORM, RECEIVE=True, COPY=True, SEND=True)
+def _receive_copy_send(ok, bucket, link, segment, row_in, row_out, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, segment, row_in, row_out, FORM, RECEIVE=True, COPY=True, SEND=True)
     return ok
 
 
 @triton.jit
-def _receive_copy(ok, bucket, link, around, segment, row_in, FORM: tl.constexpr):
-    ok, _, _ = _step(ok, bucket, link, around, segment, row_in, 0, FORM, RECEIVE=True, COPY=True)
+def _receive_copy(ok, bucket, link, segment, row_in, FORM: tl.constexpr):
+    ok, _, _ = _step(ok, bucket, link, segment, row_in, 0, FORM, RECEIVE=True, COPY=True)
     return ok
 
 
 @triton.jit
-def _copy_send(ok, bucket, link, around, segment, row_out, FORM: tl.constexpr):
+def _copy_send(ok, bucket, link, segment, row_out, FORM: tl.constexpr):
     """How a lone all-gather begins: the owner keeps what the others will get."""
-    ok, _, _ = _step(ok, bucket, link, around, segment, 0, row_out, FORM, OWN=True, COPY=True, SEND=True)
+    ok, _, _ = _step(ok, bucket, link, segment, 0, row_out, FORM, OWN=True, COPY=True, SEND=True)
     return ok
 
 
 @triton.jit
-def _reduce_copy(ok, bucket, link, around, segment, FORM: tl.constexpr):
+def _reduce_copy(ok, bucket, link, segment, FORM: tl.constexpr):
     """All that a lone rank does: scale and round."""
-    return _step(ok, bucket, link, around, segment, 0, 0, FORM, OWN=True, COPY=True)
+    return _step(ok, bucket, link, segment, 0, 0, FORM, OWN=True, COPY=True)
 
 
 @triton.jit
@@ -201,7 +189,6 @@ def _step(
     ok,
     bucket,
     link,
-    around,
     segment,
     row_in,
     row_out,
@@ -220,13 +207,13 @@ def _step(
     places = Places(
         origin=tl.load(bucket.origins + segment),
         arrivals=link.region + link.slots + row_in * link.row_bytes,
-        departures=around.following + link.slots + row_out * link.row_bytes,
+        departures=link.following + link.slots + row_out * link.row_bytes,
     )
     for chunk in range(link.channel, bucket.chunks, FORM.channels):
         if RECEIVE:
             if ok:
                 arrived = signal_word(link.region, row_in, chunk)
-                ok = wait_for(arrived, link, around.previous, row_in + 1, chunk, FORM.platform)
+                ok = wait_for(arrived, link, link.previous, row_in + 1, chunk, FORM.platform)
         if ok:
             here = bucket.chunk_tiles + 2 * (segment * bucket.chunks + chunk)
             for number in tl.range(tl.load(here), tl.load(here + 1), num_stages=FORM.stages):
@@ -238,7 +225,7 @@ def _step(
                 squares += s
                 unbounded |= u
             if SEND:
-                post(signal_word(around.following, row_out, chunk), link.epoch, FORM.platform)
+                post(signal_word(link.following, row_out, chunk), link.epoch, FORM.platform)
     return ok, squares, unbounded
 
 

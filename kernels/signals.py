@@ -66,13 +66,16 @@ class Link(NamedTuple):
     """How one program reaches the ranks in one epoch.
 
     bases: addresses of the regions and of the own status page, int64 (W + 1,). region, status: the own ones of these.
-    slots: the byte of a region where this epoch's slots begin; row_bytes: from one row of them to the next.
+    previous: the rank that this one receives from in the ring; following: region of the one that it sends to. slots:
+    the byte of a region where this epoch's slots begin; row_bytes: from one row of them to the next.
     """
 
     bases: Any
     rank: Any
     world: Any
     region: Any
+    previous: Any
+    following: Any
     status: Any
     slots: Any
     row_bytes: Any
@@ -200,7 +203,7 @@ def is_stopped(link):
 def begin(bases, rank, world, slots, row_bytes, parity_bytes, patience):
     """The link of this program in its next epoch. The arguments are those of the kernel."""
     channel = tl.program_id(0)
-    region = tl.load(bases + rank)
+    region, following = tl.load(bases + rank), tl.load(bases + (rank + 1) % world)
     status = tl.load(bases + world)
     epoch = tl.load(word(region, EPOCHS + channel)) + 1
     tl.store(notice(status, channel, BEGUN), epoch)
@@ -209,6 +212,8 @@ def begin(bases, rank, world, slots, row_bytes, parity_bytes, patience):
         rank=rank,
         world=world,
         region=region,
+        previous=(rank + world - 1) % world,
+        following=following,
         status=status,
         slots=slots + (epoch & 1) * tl.cast(parity_bytes, tl.int64),
         row_bytes=tl.cast(row_bytes, tl.int64),
@@ -257,6 +262,8 @@ def wait_in_vain(region: tl.int64, status: tl.int64, looks: tl.int64):
         rank=0,
         world=1,
         region=tl.cast(region, tl.int64),
+        previous=0,
+        following=0,
         status=tl.cast(status, tl.int64),
         slots=0,
         row_bytes=0,

@@ -21,7 +21,16 @@ import torch.distributed as dist
 
 DEADLINE = 90.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "fusedring", "tests.ranks"])
+_context.set_forkserver_preload(
+    [
+        "torch.distributed",
+        "torch.testing",
+        "fusedring",
+        "tests.ranks",
+        "tests.interpreter",
+        "torch._inductor.compile_fx",  # seconds for every rank that has an optimizer or a compiled model
+    ]
+)
 
 
 class RankError(AssertionError):

@@ -62,6 +62,7 @@ def losses(lines: list[str]) -> list[float]:
     return [float(line.rpartition(" ")[2]) for line in lines]
 
 
+@pytest.mark.slow  # starts two ranks three times
 def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     checkpoint = tmp_path / "run.pt"
     whole, weights = run("train", tmp_path / "whole", "--epochs", 2, "--batch", 128)
@@ -91,6 +92,7 @@ def test_training_in_float16_with_a_scaler(tmp_path):
     assert losses(lines)[-2] < losses(lines)[0] - 0.05  # the last step has the loss of 2 forwards only
 
 
+@pytest.mark.slow  # twice
 def test_fine_tuning_changes_the_adapters_alone(finetune, tmp_path):
     checkpoint = tmp_path / "adapters.pt"
     lines, weights = run("finetune", tmp_path / "first", "--steps", 21, "--checkpoint", checkpoint)

@@ -91,6 +91,7 @@ def ends(pid: int) -> bool:
     return not alive(pid)
 
 
+@pytest.mark.slow
 def test_the_dry_mode_looks_at_everything_and_says_what_it_could_not(tmp_path):
     path = tmp_path / "found.json"
     command = [*CHECK, "--interpret", "--json", str(path)]
@@ -127,6 +128,7 @@ def test_without_a_gpu_and_without_rich_nothing_is_claimed(tmp_path):
     assert " ok" not in done.stdout
 
 
+@pytest.mark.slow  # waits until the part's time is over
 def test_a_part_that_hangs_is_killed_with_its_children_and_the_rest_goes_on():
     started = time.monotonic()
     hanging, working = run_toys("hangs", "works", seconds=15)

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 KEYS = {"loss_start", "loss_end", "step_ms", "tokens_per_s", "exposed_ms", "bytes_moved"}
 DEMO = [sys.executable, "-m", "fusedring", "demo"]
 
@@ -31,12 +33,14 @@ def test_json_is_all_that_stdout_gets(tmp_path):
     assert sum(event["pid"] == 1 and event["name"].startswith("step ") for event in events) >= 4
 
 
+@pytest.mark.slow
 def test_one_rank_works_and_shows_a_table():
     done = run_demo("--ranks", "1", "--steps", "3")
     assert done.returncode == 0, done.stderr
     assert "loss at end" in done.stdout
 
 
+@pytest.mark.slow
 def test_without_matplotlib_there_is_a_word_instead_of_a_plot(tmp_path):
     code = (
         "import importlib.util, sys; real = importlib.util.find_spec; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -22,23 +23,28 @@ RING = Variant("ring_all_reduce", FLOAT, BFLOAT)
 FORMS = [(FLOAT, FLOAT), (FLOAT, BFLOAT), (BFLOAT, BFLOAT), (DOUBLE, DOUBLE), (DOUBLE, HALF)]
 
 
+def slow_but(plain: tuple[torch.dtype, torch.dtype], forms: list[tuple[torch.dtype, torch.dtype]]) -> list[Any]:
+    """To compile a kernel takes 1 to 3 seconds, so most forms are slow tests."""
+    return [form if form == plain else pytest.param(*form, marks=pytest.mark.slow) for form in forms]
+
+
+@pytest.mark.parametrize(("dtype", "wire"), slow_but((FLOAT, BFLOAT), FORMS))
 @pytest.mark.parametrize("kernel", ["ring_all_reduce", "two_shot", "one_shot", "master"])
-def test_no_kernel_breaks_a_rule_on_sm_90(kernel):
-    for dtype, wire in FORMS:
-        report = check_variant(Variant(kernel, dtype, wire), "sm_90")
-        assert problems(report) == []
-        assert report.releases
-        assert report.acquires
-        assert report.scale_bits == 64
+def test_no_kernel_breaks_a_rule_on_sm_90(kernel, dtype, wire):
+    report = check_variant(Variant(kernel, dtype, wire), "sm_90")
+    assert problems(report) == []
+    assert report.releases
+    assert report.acquires
+    assert report.scale_bits == 64
 
 
+@pytest.mark.parametrize(("dtype", "wire"), slow_but((FLOAT, BFLOAT), [(FLOAT, BFLOAT), (DOUBLE, DOUBLE)]))
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name.endswith(("scatter", "gather"))])
-def test_no_half_breaks_a_rule(kernel):
-    for dtype, wire in ((FLOAT, BFLOAT), (DOUBLE, DOUBLE)):
-        assert problems(check_variant(Variant(kernel, dtype, wire), "sm_90")) == []
+def test_no_half_breaks_a_rule(kernel, dtype, wire):
+    assert problems(check_variant(Variant(kernel, dtype, wire), "sm_90")) == []
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", [*(pytest.param(t, marks=pytest.mark.slow) for t in ("sm_80", "sm_100")), "gfx942"])
 def test_the_ring_breaks_no_rule_on_other_gpus(target):
     # The ptxas of Triton 3.6 fuses packed products and sums for sm_100, although it is told not to and they say .rn.
     fuses = target == "sm_100" and triton.__version__.startswith("3.6.")
@@ -47,7 +53,7 @@ def test_the_ring_breaks_no_rule_on_other_gpus(target):
         assert found == (["16 fused multiply-adds"] if fuses else [])
 
 
-@pytest.mark.parametrize(("dtype", "wire"), FORMS)
+@pytest.mark.parametrize(("dtype", "wire"), slow_but((FLOAT, BFLOAT), FORMS))
 def test_the_ring_moves_the_fewest_bytes(dtype, wire):
     """The own gradient is read in 3 phases, slots are read in 4 and written in 4, the output is written in 3.
 
@@ -57,6 +63,7 @@ def test_the_ring_moves_the_fewest_bytes(dtype, wire):
     assert check_variant(Variant("ring_all_reduce", dtype, wire), "sm_90").bytes_per_element == 6 * d + 8 * w + 2 * d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["ring_all_reduce", "two_shot"])
 def test_several_tiles_on_their_way_at_once(kernel):
     for dtype, wire in ((FLOAT, BFLOAT), (DOUBLE, DOUBLE)):
@@ -211,6 +218,7 @@ def test_every_dtype_goes_with_every_wire():
     assert all(wire in (dtype, HALF, BFLOAT) for dtype, wire in forms)
 
 
+@pytest.mark.slow
 def test_the_command_prints_pure_json(capsys):
     command = [sys.executable, "-m", "fusedring", "kernels", "--target", "sm_80", "--kernel", "one_shot", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

@@ -12,6 +12,8 @@ import io
 import itertools
 import pickle
 import shutil
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,7 +38,7 @@ SMALL = {"bucket_cap_mb": 1e-3}
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler: g++")
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with staying_ranks(request.param) as group:
         yield group
@@ -176,13 +178,25 @@ def check_feature(rank: int, world: int, name: str, backend: str) -> None:
             assert error <= bound, f"{order}, {what}: {error} > {bound}"
 
 
-@pytest.mark.parametrize("name", FEATURES)
+# These compile anew for each batch, or more modules.
+COMPILED_OFTEN = ("dynamic batches", "buffers and evaluation")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in COMPILED_OFTEN else ()) for name in FEATURES]
+)
 def test_compiled_gradients_are_those_of_an_eager_run(ranks, name):
     ranks.run(check_feature, name, "aot_eager")
 
 
+# With Inductor each takes seconds to compile; those that are not slow have one model.
+COMPILED_ONCE = ("plain", "no_sync, small buckets", "gradients kept")
+
+
 @needs_compiler
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in COMPILED_ONCE else pytest.mark.slow) for name in FEATURES]
+)
 def test_inductors_gradients_are_those_of_an_eager_run(ranks, name):
     ranks.run(check_feature, name, "inductor", deadline=200)
 
@@ -231,7 +245,7 @@ def each_bucket_goes_when_it_is_full(rank: int, world: int, order: str, backend:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[needs_compiler, pytest.mark.slow])])
 def test_each_bucket_is_launched_within_the_compiled_backward(two_ranks, order, backend):
     two_ranks.run(each_bucket_goes_when_it_is_full, order, backend, deadline=200)
 
@@ -866,8 +880,8 @@ CASES = [
     parameters_used_beside_the_modules,
     pytest.param(parameters_used_beside_the_modules_by_inductor, marks=needs_compiler),
     parameters_replaced_for_a_call,
-    pytest.param(parameters_replaced_for_a_call_by_inductor, marks=needs_compiler),
-    pytest.param(masked_output_by_inductor, marks=needs_compiler),
+    pytest.param(parameters_replaced_for_a_call_by_inductor, marks=[needs_compiler, pytest.mark.slow]),
+    pytest.param(masked_output_by_inductor, marks=[needs_compiler, pytest.mark.slow]),
     parameters_used_beside_the_modules_all_at_once,
     overwritten_outputs,
     overwritten_inputs,
@@ -911,3 +925,17 @@ def run_case(rank: int, world: int, case: Callable[[int, int], None]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_case(two_ranks, case):
     two_ranks.run(run_case, case)
+
+
+def test_a_wrapper_trains_where_nobody_has_imported_the_compiler():
+    """In a process of its own: the ranks of all other tests have imported it."""
+    code = """
+import sys, torch, fusedring
+model = fusedring.FusedRingDDP(torch.nn.Linear(3, 2))
+for _ in range(2):
+    model.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    assert (model.module.weight.grad == 1).all()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -11,8 +11,8 @@ It is done on each engine that runs here, with the same expectations: the host e
 engine on the double of a GPU from tests/recording_gpu.py. Kernels run under Triton's interpreter, which takes much
 longer; so they get fewer cases.
 
-A failure prints its case; `run_ranks(world, run_alone, engine, case)` runs it again. FUSEDRING_RANDOM_CASES=1000 draws
-so many cases for each world size and engine, others on every run.
+A failure prints its case; `run_ranks(world, run_alone, engine, case)` runs it again. `pytest --soak -m soak` draws 1000
+cases for each world size and engine, or FUSEDRING_RANDOM_CASES, others on every run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fusedring.data_parallel.flags import Flags
 from fusedring.group.groups import communicator_of
 from tests.ranks import Ranks, staying_ranks
 
-CASES = os.environ.get("FUSEDRING_RANDOM_CASES")
+MANY = int(os.environ.get("FUSEDRING_RANDOM_CASES", "1000"))
 FEATURES = 5
 WIDTHS = [3, 0, 1, 7, 40]
 READ_IN_PLACE = [*WIDTHS, 2048 // FEATURES + 1]
@@ -330,11 +330,13 @@ def start(rank: int, world: int, engine: str, fault: str | None) -> None:
         FAULTS[fault]()
 
 
-def compare(ranks: Ranks, engine: str, examples: int, phases: tuple[Phase, ...] = tuple(Phase)) -> None:
+def compare(
+    ranks: Ranks, engine: str, examples: int, phases: tuple[Phase, ...] = tuple(Phase), *, same_always: bool = True
+) -> None:
     @settings(
-        max_examples=int(CASES or examples),
+        max_examples=examples,
         phases=phases,
-        derandomize=CASES is None,
+        derandomize=same_always,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
@@ -347,11 +349,26 @@ def compare(ranks: Ranks, engine: str, examples: int, phases: tuple[Phase, ...] 
 
 @pytest.mark.parametrize(
     ("engine", "world", "examples"),
-    [("host", 2, 40), ("host", 3, 40), ("triton", 2, 12), ("triton", 3, 6), ("gpu", 2, 12), ("gpu", 3, 6)],
+    [
+        ("host", 2, 40),
+        ("host", 3, 40),
+        pytest.param("triton", 2, 12, marks=pytest.mark.slow),
+        pytest.param("triton", 3, 6, marks=pytest.mark.slow),
+        ("gpu", 2, 12),  # some seconds: kernels run under the interpreter
+        pytest.param("gpu", 3, 6, marks=pytest.mark.slow),
+    ],
 )
 def test_random_models(engine, world, examples):
     with staying_ranks(world, start, engine, None) as ranks:
         compare(ranks, engine, examples)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("engine", ["host", "triton", "gpu"])
+def test_many_random_models(engine, world):
+    with staying_ranks(world, start, engine, None) as ranks:
+        compare(ranks, engine, MANY, same_always=False)
 
 
 # Planted faults
@@ -406,7 +423,10 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-@pytest.mark.parametrize(("fault", "engine"), [(f, "host" if "in_place" not in f else "gpu") for f in FAULTS])
+@pytest.mark.parametrize(
+    ("fault", "engine"),
+    [pytest.param(f, "gpu", marks=pytest.mark.slow) if "in_place" in f else (f, "host") for f in FAULTS],
+)
 def test_a_planted_fault_is_found(fault, engine):
     with (
         staying_ranks(2, start, engine, fault) as ranks,

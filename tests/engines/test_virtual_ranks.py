@@ -19,39 +19,41 @@ from tests.kernels.test_kernels import same_bits
 from tests.ranks import run_ranks
 
 
-def in_interpreter(check: Callable[[], Any]) -> Any:
-    return run_ranks(1, _interpreted, check)[0]
+def in_interpreter(check: Callable[..., Any], *args: Any) -> Any:
+    return run_ranks(1, _interpreted, check, args)[0]
 
 
-def _interpreted(rank: int, world: int, check: Callable[[], Any]) -> Any:
+def _interpreted(rank: int, world: int, check: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     os.environ["TRITON_INTERPRET"] = "1"
-    return check()
+    return check(*args)
 
 
 def inputs(world: int, elements: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(elements, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world)]
 
 
-def check_collectives() -> None:
-    for world, dtype, wire in ((1, torch.float32, None), (2, torch.bfloat16, None), (3, torch.float32, "bf16")):
-        with virtual_ranks(world, "cpu", parity_bytes=64 << 10) as ranks:
-            for algorithm in ALGORITHMS:
-                xs = inputs(world, 9001, dtype)
-                torch_wire = {None: None, "bf16": torch.bfloat16}[wire]
-                want = reference.all_reduce(xs, algorithm, torch_wire, scale=2.0)
-                whole, halves = [x.clone() for x in xs], [x.clone() for x in xs]
-                ranks.all_reduce(whole, algorithm=algorithm, wire_dtype=wire, scale=2.0)
-                ranks.reduce_scatter(halves, algorithm=algorithm, wire_dtype=wire, scale=2.0)
-                for rank, (start, stop) in enumerate(split_evenly(9001, world)):
-                    assert same_bits(halves[rank][start:stop], want[start:stop])
-                    halves[rank][:start] = halves[rank][stop:] = float("nan")
-                ranks.all_gather(halves, algorithm=algorithm, wire_dtype=wire)
-                for result in (*whole, *halves):
-                    assert same_bits(result, want), (world, dtype, algorithm)
+def check_collectives(world: int, dtype: torch.dtype, wire: str | None) -> None:
+    with virtual_ranks(world, "cpu", parity_bytes=64 << 10) as ranks:
+        for algorithm in ALGORITHMS:
+            xs = inputs(world, 9001, dtype)
+            torch_wire = {None: None, "bf16": torch.bfloat16}[wire]
+            want = reference.all_reduce(xs, algorithm, torch_wire, scale=2.0)
+            whole, halves = [x.clone() for x in xs], [x.clone() for x in xs]
+            ranks.all_reduce(whole, algorithm=algorithm, wire_dtype=wire, scale=2.0)
+            ranks.reduce_scatter(halves, algorithm=algorithm, wire_dtype=wire, scale=2.0)
+            for rank, (start, stop) in enumerate(split_evenly(9001, world)):
+                assert same_bits(halves[rank][start:stop], want[start:stop])
+                halves[rank][:start] = halves[rank][stop:] = float("nan")
+            ranks.all_gather(halves, algorithm=algorithm, wire_dtype=wire)
+            for result in (*whole, *halves):
+                assert same_bits(result, want), (world, dtype, algorithm)
 
 
-def test_collectives_give_the_reference_bits():
-    in_interpreter(check_collectives)
+@pytest.mark.parametrize(
+    ("world", "dtype", "wire"), [(1, torch.float32, None), (2, torch.bfloat16, None), (3, torch.float32, "bf16")]
+)
+def test_collectives_give_the_reference_bits(world, dtype, wire):
+    in_interpreter(check_collectives, world, dtype, wire)
 
 
 def check_absent() -> str:

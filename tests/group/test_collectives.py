@@ -61,7 +61,7 @@ def check_all_reduce(rank: int, world: int) -> None:
             assert_same_bits(again, want, ("two halves", world, elements, dtype, wire, algorithm))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("world", [1, 2, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 5))])
 def test_all_reduce_is_the_reference_bit_for_bit(world):
     run_ranks(world, check_all_reduce, deadline=240)
 

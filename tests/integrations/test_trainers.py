@@ -216,7 +216,7 @@ def test_what_torch_builds_on_its_own_class():
 
 
 def check_accelerate(rank: int, world: int) -> None:
-    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read, and not used
     from accelerate import Accelerator
     from accelerate.utils import extract_model_from_parallel
 
@@ -264,7 +264,7 @@ def test_accelerate():
 
 
 def check_lightning(rank: int, world: int) -> None:
-    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    os.environ.update(LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # read, and not used
     import lightning
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
     from lightning.fabric.wrappers import _unwrap_objects

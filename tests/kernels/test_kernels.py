@@ -32,10 +32,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.numel() == 0 or torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
-def check_bits(rank: int, world: int, dtypes: tuple[torch.dtype, ...]) -> None:
+def check_bits(rank: int, world: int, dtype: torch.dtype) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     special = torch.tensor([-0.0, 0.0, float("inf"), float("nan"), 65519.0, 1e-8, -1e-40])
-    for dtype, elements in itertools.product(dtypes, SIZES[world]):
+    for elements in SIZES[world]:
         generator = torch.Generator().manual_seed(100 * elements + rank)
         x = torch.randn(elements, generator=generator, dtype=torch.float64).to(dtype)
         if elements > 100:
@@ -58,9 +58,16 @@ def check_bits(rank: int, world: int, dtypes: tuple[torch.dtype, ...]) -> None:
             assert same_bits(y, results[0]), ("gather", dtype, elements, how)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_all_engines_give_the_same_bits(world):
-    run_ranks(world, check_bits, DTYPES, deadline=500)
+@pytest.mark.parametrize(
+    ("world", "dtype"),
+    [
+        # The interpreter takes some seconds for each. Once for each world size and for each dtype, and then the rest.
+        pytest.param(world, dtype, marks=() if DTYPES[world - 1] == dtype else pytest.mark.slow)
+        for world, dtype in itertools.product(SIZES, DTYPES)
+    ],
+)
+def test_all_engines_give_the_same_bits(world, dtype):
+    run_ranks(world, check_bits, dtype, deadline=300)
 
 
 def make_model() -> nn.Module:
@@ -94,7 +101,7 @@ def check_training(rank: int, world: int) -> None:
         assert all(map(torch.equal, kernels, host)), (algorithm, wire)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_training_with_the_kernels_equals_the_host_engine(world):
     run_ranks(world, check_training, deadline=240)
 
@@ -136,22 +143,24 @@ def test_tiny_shared_transposed_and_unaligned_gradients():
     run_ranks(2, check_odd_gradients, deadline=240)
 
 
-def check_windows(rank: int, world: int) -> None:
+def check_windows(rank: int, world: int, algorithm: str) -> None:
     """Tensors larger than the slots go in several launches."""
     os.environ["TRITON_INTERPRET"] = "1"
     from fusedring.engines import interpreter
 
     interpreter.PARITY_BYTES = 32 << 10
     x = torch.randn(20_011, generator=torch.Generator().manual_seed(rank))
-    for algorithm in ALGORITHMS:
-        a, b = x.clone(), x.clone()
-        fusedring.all_reduce(a, engine="host", algorithm=algorithm)
-        fusedring.all_reduce(b, engine="triton", algorithm=algorithm)
-        assert torch.equal(a, b), algorithm
+    a, b = x.clone(), x.clone()
+    fusedring.all_reduce(a, engine="host", algorithm=algorithm)
+    fusedring.all_reduce(b, engine="triton", algorithm=algorithm)
+    assert torch.equal(a, b)
 
 
-def test_tensors_larger_than_the_slots():
-    run_ranks(3, check_windows, deadline=240)
+@pytest.mark.parametrize(
+    "algorithm", ["ring", *(pytest.param(name, marks=pytest.mark.slow) for name in ALGORITHMS if name != "ring")]
+)
+def test_tensors_larger_than_the_slots(algorithm):
+    run_ranks(3, check_windows, algorithm, deadline=240)
 
 
 def check_stopped_rank(rank: int, world: int, algorithm: str) -> str:
@@ -187,7 +196,7 @@ def check_stopped_rank(rank: int, world: int, algorithm: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "two_shot"])
+@pytest.mark.parametrize("algorithm", ["ring", pytest.param("two_shot", marks=pytest.mark.slow)])
 def test_a_rank_that_stops_half_way_is_named_with_the_step(algorithm):
     texts = run_ranks(3, check_stopped_rank, algorithm)
     for text in (texts[0], texts[2]):

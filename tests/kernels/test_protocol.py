@@ -65,13 +65,17 @@ def test_every_collective_repeated(chunks):
         check(explore(launches(f"{name} {name} {name}", chunks)))
 
 
-@pytest.mark.parametrize("chunks", [(1, 1, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1)])
+FULL = pytest.param((1, 1, 1, 1), marks=pytest.mark.slow)
+"""The most interleavings."""
+
+
+@pytest.mark.parametrize("chunks", [FULL, (0, 0, 0, 1), (0, 1, 0, 1)])
 def test_every_collective_repeated_by_four_ranks(chunks):
     for name in COLLECTIVES:
         check(explore(launches(f"{name} {name} {name}", chunks)))
 
 
-@pytest.mark.parametrize("chunks", [(1, 1), (0, 1), (2, 1)])
+@pytest.mark.parametrize("chunks", [(1, 1), (0, 1), pytest.param((2, 1), marks=pytest.mark.slow)])
 def test_every_mixture_of_three_launches_by_two_ranks(chunks):
     for names in itertools.product(COLLECTIVES, repeat=3):
         check(explore(launches(" ".join(names), chunks)))
@@ -96,7 +100,7 @@ def test_every_alternation_by_three_ranks(chunks):
         "ring:scatter two_shot:gather ring:scatter",
     ],
 )
-@pytest.mark.parametrize("chunks", [(1, 1, 1, 1), (0, 0, 0, 1), (0, 1, 0, 1)])
+@pytest.mark.parametrize("chunks", [FULL, (0, 0, 0, 1), (0, 1, 0, 1)])
 def test_mixtures_by_four_ranks(names, chunks):
     check(explore(launches(names, chunks)))
 
