@@ -1,7 +1,7 @@
 """What becomes of a full bucket: which launch it gets, and where the result goes.
 
 `Averages` is the usual one: an all-reduce, whose result becomes `.grad`. `HookedAverages` lets a hook of the user sum
-instead. A reduction of another kind is another class like these, and nothing else changes.
+instead. A reduction of another kind is another class like these, which the scheduler is given.
 """
 
 from __future__ import annotations

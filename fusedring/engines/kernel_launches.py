@@ -153,6 +153,7 @@ def prepare(launch: Launch, table: Table, region: Region, totals: Totals) -> Pre
         return direct.master(table, region, totals, scatter=scatter, gather=gather, **how)
     if launch.algorithm == "one_shot" and scatter and gather:
         return direct.one_shot(table, region, totals, **how)
+    assert launch.algorithm in ("one_shot", "two_shot"), f"there is no kernel for {launch.algorithm}"
     return direct.two_shot(table, region, totals, scatter=scatter, gather=gather, **how)
 
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import fusedring
 from fusedring.group.groups import communicator_of
 from fusedring.plan.plan import split_evenly
-from fusedring.transport.gpu_memory import Alone, HostPages, Lent, Peers, Pinned
-from fusedring.transport.launch_log import ENTRIES, LOG_BYTES, LaunchLog
+from fusedring.transport.gpu_memory import Alone, HostPages, Lent, Pinned
 from tests.engines.recording_gpu import PARITY_BYTES, NoPeers, RecordingGpu, pretend_ways
 from tests.ranks import run_ranks
 
@@ -220,103 +218,3 @@ def test_a_lone_rank_needs_no_peers():
     memory = way.allocate(1024)
     assert way.map() == [memory.data_ptr()]
     way.close()
-
-
-def headers(*scales: float) -> list[bytes]:
-    from fusedring.plan.launch import Launch
-    from fusedring.transport.agreement import pack
-
-    return [pack(Launch("all_reduce", "ring", 16, "float32", "float32", scale), None) for scale in scales]
-
-
-def test_launch_logs():
-    memory = [torch.zeros(LOG_BYTES, dtype=torch.uint8) for _ in range(3)]
-    ranks = [LaunchLog(rank, memory) for rank in range(3)]
-    same, other = headers(1.0, 2.0)
-    for _ in range(ENTRIES // 2):
-        for rank in ranks:
-            rank.enter(same)
-    for rank in ranks:
-        rank.compare()
-    ranks[0].enter(same)
-    ranks[1].enter(other)
-    ranks[0].compare()  # rank 2 may still launch whatever it likes
-    ranks[2].enter(same)
-    texts = set()
-    for rank in ranks:
-        with pytest.raises(fusedring.MismatchError) as raised:
-            rank.compare()
-        texts.add(str(raised.value))
-    assert len(texts) == 1
-    assert "ranks 0, 2" in texts.pop()
-
-
-def test_a_launch_log_that_runs_far_ahead():
-    memory = [torch.zeros(LOG_BYTES, dtype=torch.uint8) for _ in range(2)]
-    fast, slow = (LaunchLog(rank, memory) for rank in range(2))
-    same, other = headers(1.0, 2.0)
-    for _ in range(ENTRIES + 3):
-        fast.enter(same)
-    slow.enter(other)  # overwritten at the fast rank, so it cannot be compared any more
-    slow.compare()
-    for _ in range(9):
-        slow.enter(same)
-    slow.compare()
-    slow.enter(other)
-    with pytest.raises(fusedring.MismatchError):
-        slow.compare()
-
-
-@pytest.mark.parametrize("same_index", [False, True])
-def test_addresses_of_peers(monkeypatch, same_index):
-    """Pointers are those of allocations, in which the tensor begins somewhere; the same place at all ranks."""
-    from torch.distributed import _symmetric_memory
-
-    allocation = torch.zeros(4096, dtype=torch.uint8)
-
-    class Handle:
-        buffer_ptrs = (1_000_000, allocation.data_ptr(), 3_000_000)
-
-    asked = {}
-    monkeypatch.setattr(_symmetric_memory, "empty", lambda nbytes, dtype, device: allocation[512 : 512 + nbytes])
-    monkeypatch.setattr(
-        _symmetric_memory, "rendezvous", lambda tensor, group: asked.update(group=group, tensor=tensor) or Handle()
-    )
-    monkeypatch.setattr(dist, "get_rank", lambda group: {"the group": 1}[group])
-    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    way = Peers(_Device(), "the group", same_index=same_index)
-    memory = way.allocate(100)
-    assert memory.numel() == 100
-    assert way.map() == [1_000_512, memory.data_ptr(), 3_000_512]
-    assert asked["tensor"] is memory
-    assert ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in os.environ) is same_index
-    way.close()
-
-
-class _Device:
-    device = torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize(
-    ("matrix", "world", "full"),
-    [
-        ([[0, 18, 18], [18, 0, 18], [18, 18, 0]], 3, True),
-        ([[0, 4, 0], [4, 0, 4], [0, 4, 0]], 3, False),
-        ([[0]], 2, False),
-        (RuntimeError("no such detector"), 2, False),
-    ],
-)
-def test_whether_every_two_gpus_have_links_of_their_own(monkeypatch, matrix, world, full):
-    from torch._C import _distributed_c10d
-
-    def detect(device_type: Any, connection: str) -> Any:
-        assert connection == "nvlink"
-        if isinstance(matrix, Exception):
-            raise matrix
-        return type("Connectivity", (), {"matrix": matrix})
-
-    monkeypatch.setattr(_distributed_c10d, "_detect_dma_connectivity", detect)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: world)
-    assert Peers(_Device(), "the group", same_index=False).is_full_mesh() is full
-    assert not Peers(_Device(), "the group", same_index=True).is_full_mesh()
