@@ -36,6 +36,7 @@ class RingConfig:
     algorithm: 'auto' or one of `ALGORITHMS`.
     engine: 'auto', 'host' or 'triton'.
     timeout: seconds without progress in one wait after which a collective fails; None takes the process group's own.
+    channels: programs of each kernel on a GPU; None stands for the engine's own number.
     """
 
     wire_dtype: WireDtype = None

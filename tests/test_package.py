@@ -49,6 +49,7 @@ def folder_of(path: Path) -> str:
 def test_every_folder_has_its_floor():
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == set(FLOORS) - {"root"}
+    assert all((PROJECT / "tests" / folder / "__init__.py").exists() for folder in folders), "tests follow the folders"
 
 
 def test_imports_go_downwards():

@@ -135,7 +135,7 @@ class Backward:
     # What it brings
 
     def on_gradient(self, index: int) -> None:
-        """As `Listener.on_gradient`."""
+        """The gradient of parameter number `index` has been accumulated into `.grad`."""
         if not self.synced:
             return
         scheduler = self.scheduler

@@ -27,7 +27,7 @@ class Wrapped:
     """What is wrapped, and how, as far as memory depends on it.
 
     name: the wrapper's, for messages. device: of all parameters. caps: of buckets, in bytes (see `lay_out`).
-    grad_is_view: whether `.grad` becomes a view into its bucket. whole: whether no parameter is ignored.
+    grad_is_view: whether `.grad` becomes a view into its bucket. whole: whether no trainable parameter is ignored.
     """
 
     name: str
@@ -107,7 +107,7 @@ class BucketMemory:
         if len(self._members) == 1 or scheduler.is_captured():
             return False
         trained = self._trained.named
-        scheduler.announce_wrapping(len(trained))
+        scheduler.announce_new_buckets(len(trained))
         place = {name: index for index, (name, _) in enumerate(trained)}
         communicator = communicator_of(wrapped.group, timeout=wrapped.config.timeout)
         mine = [place[name] for name in scheduler.order] if communicator.rank == 0 else None

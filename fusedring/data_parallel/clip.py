@@ -37,8 +37,9 @@ def clip_grad_norm_(
     norm_type, error_if_nonfinite, foreach: as for torch's function.
     reuse_norm: take the norm that the launches of the last backward have learnt (`StepReport.grad_norm`), instead of
         reading the gradients for it; on a GPU the host waits for those launches. Gradients are read all the same where
-        that norm is not known, where its squares overflowed float32, and where operators have changed them since. A
-        change through `.data` or numpy is not noticed, so do not ask for it after one.
+        that norm is not known, where its squares overflowed float32, and where operators have changed them since. What
+        leaves no version behind is not noticed: a change through `.data` or numpy, `GradScaler.unscale_`, a collective
+        of torch.distributed, the replay of a CUDA graph. Do not ask for it after one of these.
 
     Returns the norm of all gradients as one vector, before they were scaled: a tensor without dimensions, the same bits
     on every rank. It may differ from what torch's function gives, since n elements are summed in another order: by n/2

@@ -211,14 +211,14 @@ class FusedRingDDP(TorchContract):
         self._backward.trained = trained
         self._synced_forwards = 0
         self._memory = BucketMemory(trained)
-        trained.hook(self._backward)
+        trained.hook(self._backward, Backward.on_gradient)
         self._in_graphs.follow_parameters()
 
     def _wrap_anew(self) -> Scheduler:
         """The module's parameters are others now, on all ranks (collective): a rank that disagrees is found."""
         trained = TrainedParameters(self.module, self._named_parameters())
         if self._scheduler is not None and not self._scheduler.closed:
-            self._scheduler.announce_wrapping(len(trained.named))
+            self._scheduler.announce_new_buckets(len(trained.named))
         self._backward.trained.unhook()
         self._follow(trained)
         logger.info("the trainable parameters have changed: making buckets for them anew")
@@ -252,7 +252,7 @@ class FusedRingDDP(TorchContract):
             self.device,
             self.bucket_caps,
             self.gradient_as_bucket_view,
-            not self.parameters_to_ignore,
+            not any(p.requires_grad and n in self.parameters_to_ignore for n, p in self.module.named_parameters()),
         )
 
     def _scheduler_or_open(self) -> Scheduler:
@@ -300,7 +300,7 @@ class FusedRingDDP(TorchContract):
         if torch.is_grad_enabled() and not Run.under_way():
             scheduler = self._scheduler_or_open()
             if not scheduler.turn.expecting:
-                self._backward.synced = True
+                self._backward.synced, self._backward.expects_unused = True, self.find_unused_parameters
                 scheduler.expect(training=self.training)
                 scheduler.divisor = self.training_ranks.divisor
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from fusedring.data_parallel.buckets import Entry
-from fusedring.engines.work import Work
+from fusedring.data_parallel.step import Launched
 from fusedring.plan.plan import ALIGNMENT
 from fusedring.transport.gpu import Event, Gpu
 
@@ -39,7 +39,8 @@ class Told:
     """What the flags of all ranks say.
 
     late, empty, partial: for each entry, on how many ranks it was so. squares: for each bucket, the sum of squares of
-    its averages; unbounded: for each, how many channels of all ranks met inf or NaN. Both are None if nobody knows.
+    its averages, in float32: inf where they overflow, too small where some of them lie below its smallest numbers.
+    unbounded: for each, how many channels of all ranks met inf or NaN. Both are None if nobody knows.
     """
 
     late: Sequence[int]
@@ -100,20 +101,24 @@ class Flags:
         self._of_entries[1].fill_(1)
         self._clear = False
 
-    def learn(self, works: Sequence[Work] | None) -> None:
-        """Take what the launches of all buckets have learnt, bucket by bucket; None: nothing."""
-        learnt = [work.learnt() for work in works or ()] if self._knows_norm else []
-        # A work that has learnt nothing has failed, and so will the launch of the flags.
-        self._learnt = bool(learnt) and all(each is not None for each in learnt)
-        if self._learnt:
-            with self._gpu.on(self._gpu.comm) if self._gpu is not None else nullcontext():  # behind the launches
+    def learn(self, launched: Sequence[Launched] | None) -> None:
+        """Take what the launches of all buckets have learnt; None: nothing."""
+        self._learnt = False
+        if launched is None or not self._knows_norm:
+            return
+        works = [each.work for each in sorted(launched, key=lambda each: each.launch.bucket)]
+        with self._gpu.on(self._gpu.comm) if self._gpu is not None else nullcontext():  # behind the launches
+            learnt = [work.learnt() for work in works]
+            # A work that has learnt nothing has failed, and so will the launch of the flags.
+            self._learnt = all(each is not None for each in learnt)
+            if self._learnt:
                 squares, unbounded = zip(*filter(None, learnt), strict=True)
                 torch.stack(squares, out=self._of_values[0])
                 torch.stack(unbounded, out=self._of_values[1])
 
     def read(self) -> Told:
         """What all ranks have told, after their launch. On a GPU the host waits for it."""
-        told = self._tell(self._used if self._gpu is None else self._used.cpu())
+        told = self._tell(self._used if self._gpu is None else self._used.cpu(), learnt=self._learnt)
         self._clear = not (any(told.late) or any(told.empty) or any(told.partial))
         return told
 
@@ -126,10 +131,10 @@ class Flags:
         """What all ranks have told, as soon as it is there. gpu: where the flags lie."""
         return FlagsOnTheWay(gpu, self)
 
-    def _tell(self, vector: torch.Tensor) -> Told:
+    def _tell(self, vector: torch.Tensor, *, learnt: bool) -> Told:
         count = ROWS * len(self._entries)
         entries, values = vector[:count].view(ROWS, -1), vector[count:].view(2, -1)
-        squares, unbounded = values.tolist() if self._learnt else (None, None)
+        squares, unbounded = values.tolist() if learnt else (None, None)
         if not entries.any():  # as in most steps
             nobody = [0] * len(self._entries)
             return Told(nobody, nobody, nobody, squares, unbounded)
@@ -141,7 +146,7 @@ class FlagsOnTheWay:
     """A copy of the flags on its way to the host: most steps set none, and none waits to hear that."""
 
     def __init__(self, gpu: Gpu, flags: Flags) -> None:
-        self._gpu, self._flags = gpu, flags
+        self._gpu, self._flags, self._learnt = gpu, flags, flags._learnt
         self._copy = gpu.pinned(flags._used.nbytes).view(torch.float32)
         gpu.copy(self._copy, flags._used)
         self._copied: Event = gpu.mark(gpu.current_stream())
@@ -152,4 +157,4 @@ class FlagsOnTheWay:
             self._gpu.wait(self._copied)
         elif not self._gpu.has_passed(self._copied):
             return None
-        return self._flags._tell(self._copy)
+        return self._flags._tell(self._copy, learnt=self._learnt)

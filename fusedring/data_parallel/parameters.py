@@ -6,7 +6,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,12 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedring.data_parallel.compile.dynamo import undisturbed
 
-
-class Listener(Protocol):
-    """Who hears of gradients."""
-
-    def on_gradient(self, index: int) -> None:
-        """The gradient of parameter number `index` has been accumulated into `.grad`."""
+T = TypeVar("T")
 
 
 class TrainedParameters:
@@ -34,8 +29,7 @@ class TrainedParameters:
         modules = list(module.modules())
         self._contents = [(m._parameters, [(p, _trained_as(p)) for p in m._parameters.values()]) for m in modules]
         self._children = [(m._modules, list(m._modules.values())) for m in modules if m._modules]
-        self._hooks: weakref.finalize[Any, Any] = weakref.finalize(self, _remove, [])
-        self._hooks()
+        self._hooks: weakref.finalize[Any, Any] | None = None
 
     def __contains__(self, parameter_id: object) -> bool:
         return parameter_id in self._index_of
@@ -60,16 +54,17 @@ class TrainedParameters:
                     return True
         return False
 
-    def hook(self, listener: Listener) -> None:
-        """Have `listener` told of every gradient. It stays so until `unhook`, or until one of the two is gone.
+    def hook(self, listener: T, told: Callable[[T, int], None]) -> None:
+        """Have `told(listener, index)` called when the gradient of a parameter has been accumulated into `.grad`.
 
-        The parameters outlive both, so their hooks must neither keep them alive nor stay when they are gone.
+        It stays so until `unhook`, or until the listener is gone. The parameters outlive it, so their hooks must
+        neither keep it alive nor stay when it is gone.
         """
         self.unhook()
         hook, weakly = undisturbed(_gradient_hook), weakref.ref(listener)
         handles = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(hook, weakly, index)
+                functools.partial(hook, weakly, told, index)
             )
             for index, (_, parameter) in enumerate(self.named)
         ]
@@ -78,12 +73,13 @@ class TrainedParameters:
 
     def unhook(self) -> None:
         """Nobody is told any more."""
-        self._hooks()
+        if self._hooks is not None:
+            self._hooks()
 
     @property
     def hooked(self) -> bool:
         """Whether somebody is told."""
-        return self._hooks.alive
+        return self._hooks is not None and self._hooks.alive
 
     @staticmethod
     def has_hooks_of_others(parameter: torch.Tensor) -> bool:
@@ -98,10 +94,12 @@ def _trained_as(parameter: torch.Tensor | None) -> torch.dtype | None:
     return parameter.dtype if parameter is not None and parameter.requires_grad else None
 
 
-def _gradient_hook(listener: Callable[[], Listener | None], index: int, _: torch.Tensor) -> None:
+def _gradient_hook(
+    listener: Callable[[], T | None], told: Callable[[T, int], None], index: int, _: torch.Tensor
+) -> None:
     living = listener()
     if living is not None:
-        living.on_gradient(index)
+        told(living, index)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

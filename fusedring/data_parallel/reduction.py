@@ -50,8 +50,8 @@ class Launcher:
     def __init__(self, communicator: Communicator, engine: Engine, config: RingConfig, wrapper: int) -> None:
         self._communicator, self.engine, self._config, self._wrapper = communicator, engine, config, wrapper
 
-    def average(self, step: Step, index: int, flat: torch.Tensor, world_size: int, *, more: bool = False) -> Launch:
-        """The launch that divides bucket number `index` by `world_size` and sums it as the user has chosen."""
+    def describe(self, step: Step, index: int, flat: torch.Tensor, world_size: int, *, more: bool = False) -> Launch:
+        """The launch that sums bucket number `index`, divided by `world_size`, as the user has chosen."""
         config = self._config
         return Launch(
             kind="all_reduce",
@@ -69,7 +69,7 @@ class Launcher:
 
     def sum_flags(self, step: Step, vector: torch.Tensor) -> Work:
         """Sum the flags, in their own dtype."""
-        launch = self.average(step, FLAGS, vector, 1)
+        launch = self.describe(step, FLAGS, vector, 1)
         algorithm = self._communicator.algorithm_for("auto", vector.nbytes, self.engine)
         return self.submit(step, replace(launch, algorithm=algorithm, wire=launch.dtype), vector)
 
@@ -97,7 +97,7 @@ class Averages:
 
     def start(self, step: Step, index: int, bucket: Bucket, *, is_last: bool, more: bool, world_size: int) -> Launched:
         """See `Reduction`."""
-        launch = self._launcher.average(step, index, bucket.flat, world_size, more=more)
+        launch = self._launcher.describe(step, index, bucket.flat, world_size, more=more)
         sources = [Source(start, tensor) for start, tensor in sorted(step.sources[index].items())]
         return Launched(launch, self._launcher.submit(step, launch, bucket.flat, sources))
 
@@ -126,6 +126,6 @@ class HookedAverages:
 
     def start(self, step: Step, index: int, bucket: Bucket, *, is_last: bool, more: bool, world_size: int) -> Launched:
         """See `Reduction`."""
-        launch = self._launcher.average(step, index, bucket.flat, world_size)
+        launch = self._launcher.describe(step, index, bucket.flat, world_size)
         future = self.hook.hook(self.hook.state, GradBucket(bucket, index, is_last=is_last))
         return Launched(launch, HookWork(bucket, launch.label, future))

@@ -33,7 +33,7 @@ from fusedring.data_parallel.user_hook import CommHook
 from fusedring.errors import MismatchError
 from fusedring.group.communicator import Communicator
 from fusedring.observe.tracing import Track, recording
-from fusedring.transport.agreement import Wrapping
+from fusedring.transport.agreement import NewBuckets
 
 
 class StepNumbers:
@@ -137,10 +137,10 @@ class Scheduler:
         if training:
             self.numbers.next += 1
 
-    def announce_wrapping(self, parameters: int) -> None:
+    def announce_new_buckets(self, parameters: int) -> None:
         """All ranks make their buckets anew, for so many parameters. Raises MismatchError where one does not."""
         with self.numbers.catching_up():
-            self._communicator.announce(Wrapping(parameters, self.numbers.next, self.turn.number))
+            self._communicator.announce(NewBuckets(parameters, self.numbers.next, self.turn.number))
 
     def late_elsewhere(self) -> list[str]:
         """On a GPU: what `finish` would have told of earlier steps, had the other ranks' flags been there already."""
@@ -276,7 +276,7 @@ class Scheduler:
             self._send_flags(step)
 
     def _send_flags(self, step: Step) -> None:
-        self._flags.learn([each.work for each in step.launched] if self.reduction.tells_values else None)
+        self._flags.learn(step.launched if self.reduction.tells_values else None)
         step.flags = self._launcher.sum_flags(step, self._flags.vector)
 
     def finish(self, step: Step) -> list[str]:
@@ -362,8 +362,8 @@ class Scheduler:
             self.reduction.hand_out(e for e, ranks in zip(self._entries, told.empty, strict=True) if ranks < world)
         else:
             self.reduction.hand_out(self._entries)
-        self.results.keep(step, told)
         refuse(self._names_of(told.partial))
+        self.results.keep(step, told)
         return self._names_of(told.late)
 
     def _names_of(self, flags: Sequence[int]) -> list[str]:

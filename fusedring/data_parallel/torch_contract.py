@@ -257,6 +257,7 @@ class TorchContract(DistributedDataParallel):
 
 
 def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The group that is meant, None for a lone process. Raises RuntimeError for both, or a mesh of more dimensions."""
     if mesh is None:
         return group or (dist.group.WORLD if dist.is_initialized() else None)
     if group is not None:
@@ -267,7 +268,7 @@ def group_of(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> dist.P
 
 
 def caps_in_bytes(cap_mb: float | None, cap_mb_list: Sequence[float] | None) -> tuple[int, ...]:
-    """How large each bucket may become; the last number is that of all further ones."""
+    """How large each bucket may become; the last number is that of all further ones. Raises ValueError from 0 down."""
     caps = tuple(cap_mb_list or ()) or ((FIRST_BUCKET_MB, DEFAULT_BUCKET_MB) if cap_mb is None else (cap_mb,))
     if not all(cap > 0 for cap in caps):
         raise ValueError(f"bucket caps must be positive, got bucket_cap_mb={cap_mb}, bucket_cap_mb_list={cap_mb_list}")

@@ -1,4 +1,4 @@
-"""What an engine is: whatever carries out one launch of a process group, after the other.
+"""What an engine is: whatever carries out the launches of a process group, one after the other.
 
 host.py       torch operations on shared memory
 interpreter.py  the kernels under Triton's interpreter, on shared memory

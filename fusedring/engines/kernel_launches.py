@@ -116,7 +116,7 @@ class KernelLaunches:
                 segments, runs, tensor, origins, chunk_elements=chunk, block=block_of(wire), write=self._write
             )
             totals = Totals(
-                torch.zeros(region.channels, device=device),
+                torch.zeros(region.channels, dtype=torch.float32, device=device),
                 torch.zeros(region.channels, dtype=torch.int32, device=device),
             )
             kernel = prepare(launch, table, region, totals)

@@ -150,13 +150,13 @@ class _Attempt:
         workspace: Workspace,
         way: Way,
         status: KernelStatus,
-        board_address: int,
+        status_address: int,
         channels: int,
         parity_bytes: int,
         probe: Probe,
     ) -> None:
         self._gpu, self._workspace, self._way, self._status = gpu, workspace, way, status
-        self._board_address, self._channels, self._parity_bytes = board_address, channels, parity_bytes
+        self._status_address, self._channels, self._parity_bytes = status_address, channels, parity_bytes
         self._limits = probe
 
     def open(self, exchange: Exchange) -> Region | str:
@@ -205,7 +205,7 @@ class _Attempt:
             raise FusedRingError(f"{wrong} of {elements} numbers did not arrive")
 
     def _region(self, addresses: list[int], rank: int, parity_bytes: int) -> Region:
-        bases = torch.tensor([*addresses, self._board_address]).to(self._gpu.device)
+        bases = torch.tensor([*addresses, self._status_address]).to(self._gpu.device)
         return Region(bases, rank, len(addresses), parity_bytes, self._channels, self._gpu.platform)
 
     def _reduce(self, region: Region, algorithm: str, x: torch.Tensor) -> None:

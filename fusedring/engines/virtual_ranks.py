@@ -31,7 +31,6 @@ from fusedring.config import (
     dtype_name,
     scale_factor,
 )
-from fusedring.engines.kernel_launches import KernelLaunches
 from fusedring.errors import FusedRingError
 from fusedring.kernels.layout import INTERPRETER, MOST_CHANNELS, STATUS_BYTES, region_bytes
 from fusedring.kernels.region import Region
@@ -208,6 +207,9 @@ class VirtualCollective:
         launch: Launch,
         tensors: Sequence[torch.Tensor],
     ) -> None:
+        # Here, since kernels are made for the interpreter or not when they are imported, and this file may be before.
+        from fusedring.engines.kernel_launches import KernelLaunches
+
         self._place, self._regions, self._status, self._launch = place, regions, statuses, launch
         self._tensors = tensors
         self._reachable = [place.reachable(tensor) for tensor in tensors]

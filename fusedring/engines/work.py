@@ -103,7 +103,8 @@ class Work:
         """
         if self._error is not None or not isinstance(self._value, Outcome) or self._value.squares is None:
             return None
-        return torch.tensor(self._value.squares), torch.tensor(float(self._value.unbounded or 0))
+        values = torch.tensor([self._value.squares, float(self._value.unbounded or 0)], dtype=torch.float32)
+        return values[0], values[1]
 
     @property
     def ended(self) -> float:
@@ -188,7 +189,7 @@ class GpuWork(Work):
             return None
         totals = self.pending.totals
         if not totals:
-            nothing = torch.zeros((), device=self._tensor.device)
+            nothing = torch.zeros((), dtype=torch.float32, device=self._tensor.device)
             return nothing, nothing
         squares, unbounded = torch.cat([t.squares for t in totals]), torch.cat([t.unbounded for t in totals])
         return squares.sum(), unbounded.sum().float()

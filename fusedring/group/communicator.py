@@ -6,7 +6,6 @@ tasks.py). What a launch is carried out by is an engine's business (see engines/
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -48,7 +47,6 @@ class Communicator:
         self._workspace = Workspace(self._rendezvous, timeout=limit)
         self._tasks = Tasks(self.rank, self._workspace.fail)
         self._track = Track(COMMUNICATION)
-        self._wrappers = itertools.count()
         try:
             # 'auto' means what group rank 0's table says, on all ranks.
             tables = self.exchange(policy.ONE_SHOT_BYTES, timeout=limit, purpose="agree on algorithms")
@@ -107,10 +105,6 @@ class Communicator:
     def algorithm_for(self, algorithm: str, nbytes: int, engine: Engine) -> str:
         """`algorithm`, or what 'auto' stands for with a tensor of `nbytes` bytes."""
         return policy.algorithm_for(nbytes, engine.rules) if algorithm == "auto" else algorithm
-
-    def number_wrapper(self) -> int:
-        """A number for one more wrapper; the same on all ranks if they make their wrappers in the same order."""
-        return next(self._wrappers)
 
     def exchange(self, value: Any, *, timeout: float | None, purpose: str) -> list[Any]:
         """Every rank's `value` (anything JSON can hold), in rank order (collective)."""

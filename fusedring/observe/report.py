@@ -38,9 +38,10 @@ class StepReport:
     parameter's was computed. backward_end: the last gradient was computed.
     exposed_wait: seconds from then to the end of the last launch. overlap: the part of the time spent in launches that
     lay between backward_start and backward_end, 0 to 1.
-    grad_norm: the 2-norm of all averaged gradients as one vector, the same bits on every rank; found_inf: whether one
-    of them is inf or NaN. Nothing is read for them again. None where nobody has looked at the values: on the host
-    engine, with a communication hook of the user, where the group's own backend reduces, where parameters are ignored.
+    grad_norm: the 2-norm of all averaged gradients as one vector, the same bits on every rank, inf also where their
+    squares overflow float32; found_inf: whether one of them is inf or NaN. Nothing is read for them again. None where
+    nobody has looked at the values: on the host engine, with a communication hook of the user, where the group's own
+    backend reduces, where trainable parameters are ignored.
     """
 
     backward_start: float

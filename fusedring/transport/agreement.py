@@ -45,7 +45,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapping:
+class NewBuckets:
     """New buckets for a module that has changed, before a step of training."""
 
     parameters: int
@@ -58,9 +58,9 @@ class Wrapping:
         return f"the module of wrapper {self.wrapper} has changed, now {self.parameters} trainable parameters"
 
 
-Message = Launch | Allocation | Opening | Wrapping
+Message = Launch | Allocation | Opening | NewBuckets
 
-_MESSAGES = (Launch, Allocation, Opening, Wrapping)
+_MESSAGES = (Launch, Allocation, Opening, NewBuckets)
 _DTYPES = tuple(map(dtype_name, DTYPES))
 _ENGINES = (*ENGINES, "backend")
 

@@ -39,7 +39,8 @@ def gradients(model: nn.Module) -> torch.Tensor:
 
 def step(model: nn.Module, rank: int, number: int = 0) -> None:
     model.zero_grad()
-    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(10 * number + rank))
+    generator = torch.Generator().manual_seed(10 * number + rank)
+    x = torch.randn(8, 40, generator=generator, dtype=torch.float32)
     model(x).square().sum().backward()
 
 
@@ -104,6 +105,16 @@ def check_norms(rank: int, world: int, engine: str) -> None:
     assert float(clip(1e9, reuse_norm=True)) == pytest.approx(float(gradients(model).norm()), rel=bound(grads.numel()))
     assert 0 < count.pop() < grads.numel()
 
+    # Launched in another order, each bucket still has its own squares; and no default dtype of torch's gets into them.
+    model._scheduler.turn.order = tuple(reversed(model._scheduler.turn.order))
+    torch.set_default_dtype(torch.float16)
+    step(model, rank)
+    torch.set_default_dtype(torch.float32)
+    norms = [bucket.flat.double().norm().item() for bucket in model._scheduler.buckets]
+    known = [math.sqrt(average.squares) for average in model._scheduler.results.averages()]
+    assert len(set(norms)) == len(norms)
+    assert known == [pytest.approx(norm, rel=bound(grads.numel())) for norm in norms]
+
     # Squares that overflow float32, where the values do not.
     large = FusedRingDDP(nn.Linear(20, 4, bias=False).double(), **chosen)
     large(torch.full((1, 20), 1e25).double()).sum().backward()
@@ -131,6 +142,11 @@ def check_norms(rank: int, world: int, engine: str) -> None:
     assert (hooked.report() is None) == (engine == "gpu")
     assert hooked.report() is None or hooked.report().grad_norm is None
     module = make_model()
+    module[1].register_buffer("count", torch.zeros(1))
+    module._ddp_params_and_buffers_to_ignore = ["1.count"]
+    ignoring = FusedRingDDP(module, **chosen)
+    step(ignoring, rank)
+    assert ignoring.report().grad_norm > 0  # no gradient is missing
     module._ddp_params_and_buffers_to_ignore = ["0.bias"]
     ignoring = FusedRingDDP(module, **chosen)
     step(ignoring, rank)

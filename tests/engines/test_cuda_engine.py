@@ -19,6 +19,7 @@ import fusedring
 from fusedring import FusedRingDDP
 from fusedring.data_parallel.backward import Backward
 from fusedring.data_parallel.checks import gpu_of
+from fusedring.engines.work import GpuWork
 from fusedring.group.groups import communicator_of
 from fusedring.plan.policy import rules_on_gpus
 from tests.engines.recording_gpu import RecordingGpu, pretend
@@ -141,15 +142,26 @@ def check_a_step(rank: int, world: int) -> None:
         parameter.register_post_accumulate_grad_hook(lambda _: gpu._current.__setitem__(-1, "main"))
     assert all(map(torch.equal, train(model, rank), want))
     gpu.calls.clear()
+    learnt = GpuWork.learnt
+
+    def in_stream(self: GpuWork) -> Any:
+        gpu.note("learn", gpu.current_stream())
+        return learnt(self)
+
+    GpuWork.learnt = in_stream
     train(model, rank, 1)
     kernels = [at for at, call in enumerate(gpu.calls) if call[0] == "kernel"]
     assert len(kernels) == 3, gpu.calls
-    first, second, _ = kernels  # the last one sums the flags
+    first, second, third = kernels  # the last one sums the flags
     # Each kernel comes after the streams that have produced gradients so far.
     assert ("order", "main", "comm") in gpu.calls[:first]
     assert ("order", "side", "comm") not in gpu.calls[:first]
     assert ("order", "side", "comm") in gpu.calls[first:second]
     assert ("order", "main", "comm") in gpu.calls[first:second]
+    # What kernels learn of values is read behind them, and before it is told.
+    learns = [at for at, call in enumerate(gpu.calls) if call == ("learn", "comm")]
+    assert len(learns) == 2
+    assert second < min(learns) < max(learns) < third
     # Both streams wait for the last kernel before they go on: the optimizer reads, and memory of gradients is freed.
     assert {("after", "comm", "main"), ("after", "comm", "side")} <= set(gpu.calls[second:])
     ended = max(at for at, call in enumerate(gpu.calls) if call == ("mark", "main"))

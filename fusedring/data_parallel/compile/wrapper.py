@@ -88,7 +88,7 @@ class InGraphs:
         if wrapper is None:
             return
         if not self._armed and trained.hooked:
-            trained.hook(self._backward)  # anew, so that nothing in the hooks is compiled
+            trained.hook(self._backward, Backward.on_gradient)  # anew, so that nothing in the hooks is compiled
         self._armed = True
         self._tags[:] = arm(wrapper.module.modules(), (parameter for _, parameter in trained.named))
 
