@@ -284,8 +284,8 @@ def test_verdicts_are_checked():
     ("arguments", "said"),
     [
         (["--parts", "z"], "--parts must be some of"),
-        (["--parts", ""], "--parts must be"),
-        (["--json", "/"], "--json /"),
+        pytest.param(["--parts", ""], "--parts must be", marks=pytest.mark.slow),
+        pytest.param(["--json", "/"], "--json /", marks=pytest.mark.slow),
     ],
 )
 def test_arguments_that_cannot_be_are_refused_before_anything_runs(arguments, said):

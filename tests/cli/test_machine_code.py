@@ -39,7 +39,14 @@ def test_no_kernel_breaks_a_rule_on_sm_90(kernel, dtype, wire):
 
 
 @pytest.mark.parametrize(("dtype", "wire"), slow_but((FLOAT, BFLOAT), [(FLOAT, BFLOAT), (DOUBLE, DOUBLE)]))
-@pytest.mark.parametrize("kernel", [name for name in KERNELS if name.endswith(("scatter", "gather"))])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        pytest.param(name, marks=() if name.startswith("ring") else pytest.mark.slow)
+        for name in KERNELS
+        if name.endswith(("scatter", "gather"))
+    ],
+)
 def test_no_half_breaks_a_rule(kernel, dtype, wire):
     assert problems(check_variant(Variant(kernel, dtype, wire), "sm_90")) == []
 

@@ -875,15 +875,16 @@ def classes_that_do_not_want_subclasses(rank, world):
             check_mean(world, wrapper.module, alone, squares, step)
 
 
+# Each takes seconds in Dynamo. Those that are slow compile the most often, or with Inductor.
 CASES = [
     masked_output,
     parameters_used_beside_the_modules,
-    pytest.param(parameters_used_beside_the_modules_by_inductor, marks=needs_compiler),
+    pytest.param(parameters_used_beside_the_modules_by_inductor, marks=[needs_compiler, pytest.mark.slow]),
     parameters_replaced_for_a_call,
     pytest.param(parameters_replaced_for_a_call_by_inductor, marks=[needs_compiler, pytest.mark.slow]),
     pytest.param(masked_output_by_inductor, marks=[needs_compiler, pytest.mark.slow]),
     parameters_used_beside_the_modules_all_at_once,
-    overwritten_outputs,
+    pytest.param(overwritten_outputs, marks=pytest.mark.slow),
     overwritten_inputs,
     two_forwards_in_one_graph,
     no_sync_within_what_is_compiled,
@@ -895,7 +896,7 @@ CASES = [
     autograd_grad,
     hooks_of_the_user,
     a_backward_that_fails,
-    loops_of_any_length,
+    pytest.param(loops_of_any_length, marks=pytest.mark.slow),
     recomputed_forwards,
     buffers_by_a_hook,
     transformed_functions,
@@ -905,7 +906,7 @@ CASES = [
     what_cannot_be_traced,
     nested_wrappers,
     uneven_inputs,
-    modules_of_torch,
+    pytest.param(modules_of_torch, marks=pytest.mark.slow),
     modules_look_as_before,
     a_copy_of_the_wrapper,
     compiled_before_it_is_wrapped,
@@ -928,7 +929,7 @@ def test_case(two_ranks, case):
 
 
 def test_a_wrapper_trains_where_nobody_has_imported_the_compiler():
-    """In a process of its own: the ranks of all other tests have imported it."""
+    """In a process of its own, which takes seconds: the ranks of all other tests have imported it."""
     code = """
 import sys, torch, fusedring
 model = fusedring.FusedRingDDP(torch.nn.Linear(3, 2))

@@ -116,7 +116,7 @@ def check_ways(rank: int, world: int) -> list[tuple[str, ...]]:
     return told
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_all_ranks_take_the_first_way_that_works_for_all(world):
     told = run_ranks(world, check_ways, deadline=200)
     assert all(each == told[0] for each in told)  # the same words everywhere

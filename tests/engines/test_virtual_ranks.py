@@ -50,7 +50,12 @@ def check_collectives(world: int, dtype: torch.dtype, wire: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "dtype", "wire"), [(1, torch.float32, None), (2, torch.bfloat16, None), (3, torch.float32, "bf16")]
+    ("world", "dtype", "wire"),
+    [
+        (1, torch.float32, None),
+        (2, torch.bfloat16, None),  # some seconds: kernels run under the interpreter
+        pytest.param(3, torch.float32, "bf16", marks=pytest.mark.slow),
+    ],
 )
 def test_collectives_give_the_reference_bits(world, dtype, wire):
     in_interpreter(check_collectives, world, dtype, wire)
