@@ -46,7 +46,7 @@ def test_a_healthy_machine():
 
 def test_what_auto_stands_for_is_what_launches_follow(monkeypatch, capsys):
     """The policy's own words, in JSON and in the table, for this machine and for GPUs that it may have."""
-    monkeypatch.setattr(doctor, "launch", lambda *_, **__: [SelfTest(2, 1.0, 1000, 0, 1.0, 1.0, 1.0)])
+    monkeypatch.setattr(doctor, "spawn", lambda *_, **__: [SelfTest(2, 1.0, 1000, 0, 1.0, 1.0, 1.0)])
     engine = communicator_of().engine_for("auto", torch.device("cpu"))
     for count in (0, 1, 2, 4):
         monkeypatch.setattr(doctor, "usable_gpus", lambda count=count: count)

@@ -15,8 +15,8 @@ from triton.language.extra.cuda import globaltimer
 
 from fusedring.cli import main
 from fusedring.cli.machine_code import KERNELS, Variant, check_variant, compile_kernel, problems, read, variants
-from fusedring.kernels.layout import INTERPRETER, NVIDIA
-from fusedring.kernels.signals import clock, post, word
+from fusedring.kernels.layout import INTERPRETER
+from fusedring.kernels.signals import NVIDIA, clock, post, word
 
 FLOAT, HALF, BFLOAT, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
 RING = Variant("ring_all_reduce", FLOAT, BFLOAT)

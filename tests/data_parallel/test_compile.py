@@ -208,22 +208,22 @@ def test_inductors_gradients_are_those_of_an_eager_run(ranks, name):
 def watched_launches() -> Iterator[list[tuple[int, int]]]:
     """For each launch: how many gradients were computed by then, and how many autograd had accumulated by then."""
     seen: list[tuple[int, int]] = []
-    accumulated: list[int] = []
-    launch_it, accumulate = Scheduler._launch, FusedRingDDP._on_gradient
+    accumulated: list[tuple[int, int]] = []
+    launch_it, accumulate = Scheduler._launch, Scheduler.ready
 
-    def launch(self: Scheduler, step: Any, **options: Any) -> None:
+    def launch(self: Scheduler, step: Any, index: int, **options: Any) -> None:
         seen.append((sum(map(sum, step.arrived)), len(accumulated)))
-        launch_it(self, step, **options)
+        launch_it(self, step, index, **options)
 
-    def on_gradient(self: FusedRingDDP, index: int) -> None:
-        accumulated.append(index)
-        accumulate(self, index)
+    def ready(self: Scheduler, step: Any, *place: int) -> None:
+        accumulated.append(place)
+        accumulate(self, step, *place)
 
-    Scheduler._launch, FusedRingDDP._on_gradient = launch, on_gradient
+    Scheduler._launch, Scheduler.ready = launch, ready
     try:
         yield seen
     finally:
-        Scheduler._launch, FusedRingDDP._on_gradient = launch_it, accumulate
+        Scheduler._launch, Scheduler.ready = launch_it, accumulate
 
 
 def each_bucket_goes_when_it_is_full(rank: int, world: int, order: str, backend: str) -> None:
@@ -241,7 +241,7 @@ def each_bucket_goes_when_it_is_full(rank: int, world: int, order: str, backend:
             if order == "layers":  # the head is not compiled
                 assert accumulated[-2] < computed[-2]
             else:
-                assert set(accumulated[:-1]) == {0}  # the last waits to see that all announced was right
+                assert set(accumulated) == {0}
 
 
 @pytest.mark.parametrize("order", ORDERS)
