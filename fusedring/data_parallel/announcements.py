@@ -55,6 +55,11 @@ class Announcements:
     def __contains__(self, entry: Entry) -> bool:
         return id(entry) in self._open
 
+    @property
+    def may_be_partial(self) -> bool:
+        """Whether an entry was taken in part in this step, or may turn out to have been."""
+        return bool(self._open) or bool(self.partial)
+
     def announce(self, entry: Entry, grad: torch.Tensor, *, probably_all: bool) -> bool:
         """`grad` is on its way to the entry's `.grad`. Returns whether it was taken into the bucket.
 

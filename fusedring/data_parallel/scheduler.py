@@ -103,18 +103,14 @@ class Scheduler:
         self._coming: dict[str, None] = {}
         self.late_here: list[str] = []
         """The parameters whose gradient did not arrive on this rank in the last step."""
-        self._step: Step | None = None
+        self.step: Step | None = None
+        """The one under way: from the first gradient that becomes ready to the end of backward."""
         self.results = Results(buckets)
 
     @property
     def closed(self) -> bool:
         """Whether the group's workspace was closed since."""
         return self._communicator.closed
-
-    @property
-    def step(self) -> Step | None:
-        """The one under way: from the first gradient that becomes ready to the end of backward."""
-        return self._step
 
     @property
     def hook(self) -> CommHook | None:
@@ -146,9 +142,9 @@ class Scheduler:
         """On a GPU: what `finish` would have told of earlier steps, had the other ranks' flags been there already."""
         late = [0] * len(self._entries)
         for told in self.results.arrived() if not self.is_captured() else ():
-            refuse(self._names_of(told.partial))
+            refuse(_names_of(self._entries, told.partial))
             late = [a + b for a, b in zip(late, told.late, strict=True)]
-        return self._names_of(late)
+        return _names_of(self._entries, late)
 
     # In a step
 
@@ -157,11 +153,11 @@ class Scheduler:
 
         run: the number of the run of autograd's engine. started: when it began.
         """
-        if self._step is None:
+        if self.step is None:
             self._shared.look()
             self._turns.begin(self.turn, run)
-            self._step = self._new_step(started)
-        return self._step
+            self.step = self._new_step(started)
+        return self.step
 
     def _new_step(self, started: float) -> Step:
         on_gpu = StepOnGpu(self._gpu, started) if self._gpu is not None else None
@@ -215,7 +211,7 @@ class Scheduler:
 
     def advance(self) -> None:
         """Launch the buckets whose gradients are all there, if it is this wrapper's turn."""
-        step = self._step
+        step = self.step
         if step is None or not self._turns.may_launch(self.turn):
             return
         while (index := self.turn.next) is not None and step.waiting_for[index] == 0:
@@ -231,9 +227,8 @@ class Scheduler:
         if takes:
             step.take(index, bucket, self._shared, reads_in_place=self.reduction.reads_in_place)
         is_last = self.turn.is_last
-        launched = self.reduction.start(
-            step, index, bucket, is_last=is_last, more=is_last and takes and self._has_more(step), world_size=world_size
-        )
+        more = is_last and takes and (any(step.waiting_for) or self._announcements.may_be_partial)
+        launched = self.reduction.start(step, index, bucket, is_last=is_last, more=more, world_size=world_size)
         step.launched.append(launched)
         self.turn.launched()
 
@@ -241,7 +236,7 @@ class Scheduler:
 
     def launch_rest(self) -> None:
         """At the end of backward: launch what has not been launched, with or without gradients."""
-        step = self._step
+        step = self.step
         if step is None or step.ended:
             return
         self._announcements.settle_all()
@@ -252,10 +247,6 @@ class Scheduler:
         while (index := self.turn.next) is not None:
             self._launch(step, index)
 
-    def _has_more(self, step: Step) -> bool:
-        """Whether this rank has flags to tell, or may have by the end of backward."""
-        return any(step.waiting_for) or bool(self._announcements) or bool(self._announcements.partial)
-
     def _somebody_has_more(self, step: Step) -> bool:
         """Whether flags have to be sent: the values that were learnt, or what some rank said that it has."""
         reduction = self.reduction
@@ -263,11 +254,11 @@ class Scheduler:
 
     def launch_flags(self) -> None:
         """Behind all buckets of all wrappers: tell the other ranks what came here, if anybody has to tell something."""
-        step = self._step
+        step = self.step
         if step is None or step.flags is not None:
             return
         late, partial = step.late() if any(step.waiting_for) else [], self._announcements.partial
-        self.late_here, step.partial = self._names_of(late), bool(partial)
+        self.late_here, step.partial = _names_of(self._entries, late), bool(partial)
         if step.captured and (self.late_here or partial):
             names = ", ".join(self.late_here) or "what was computed in several parts"
             raise RuntimeError(f"a CUDA graph cannot capture a backward that leaves {names} without gradients")
@@ -303,7 +294,7 @@ class Scheduler:
         """Take part in a step of the other ranks with gradients of zero, which no rank misses."""
         self.expect(training=True)
         self._turns.begin(self.turn, -1)
-        step = self._step = self._new_step(time.perf_counter())
+        step = self.step = self._new_step(time.perf_counter())
         while (index := self.turn.next) is not None:
             self.buckets[index].flat.zero_()
             self._launch(step, index, takes=False)
@@ -318,20 +309,20 @@ class Scheduler:
 
         A `.grad` that was set aside comes back.
         """
-        if self._step is not None:
+        if self.step is not None:
             self._announcements.withdraw()
             self._communicator.settle()
-            if self._step.on_gpu is not None:
-                self._step.on_gpu.join(self._step.works)
+            if self.step.on_gpu is not None:
+                self.step.on_gpu.join(self.step.works)
 
     def abandon(self) -> None:
         """Forget a step that an exception in backward cut short, once its launches have ended.
 
         Raises what went wrong in one of them.
         """
-        if self._step is not None:
+        if self.step is not None:
             with self.numbers.catching_up():
-                self._end(self._step)
+                self._end(self.step)
 
     def _end(self, step: Step) -> None:
         """Wait for all launches of the step, then forget it. Raises what went wrong in the first that failed.
@@ -339,7 +330,7 @@ class Scheduler:
         If the wait is interrupted, launches go on: then the step stays, for `abandon` to wait for them.
         """
         self._communicator.settle()
-        self._step = None
+        self.step = None
         self.turn.end()
         self._announcements.withdraw()
         if step.on_gpu is not None:
@@ -362,10 +353,11 @@ class Scheduler:
             self.reduction.hand_out(e for e, ranks in zip(self._entries, told.empty, strict=True) if ranks < world)
         else:
             self.reduction.hand_out(self._entries)
-        refuse(self._names_of(told.partial))
+        refuse(_names_of(self._entries, told.partial))
         self.results.keep(step, told)
-        return self._names_of(told.late)
+        return _names_of(self._entries, told.late)
 
-    def _names_of(self, flags: Sequence[int]) -> list[str]:
-        """Of the entries whose flag is not 0."""
-        return [entry.name for entry, flag in zip(self._entries, flags, strict=True) if flag] if any(flags) else []
+
+def _names_of(entries: Sequence[Entry], flags: Sequence[int]) -> list[str]:
+    """Of the entries whose flag is not 0."""
+    return [entry.name for entry, flag in zip(entries, flags, strict=True) if flag] if any(flags) else []
