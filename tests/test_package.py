@@ -29,8 +29,8 @@ FLOORS = (
 )
 """The folders of fusedring, each of which imports only from itself and from those before it, wherever in a file.
 
-"root" is errors, config, log and version, which everybody but the kernels may import. The other files beside the
-folders are faces: they show what lies above, and nothing imports them.
+"root" is errors, config, log, version and torch_internals, which everybody but the kernels may import. The other files
+beside the folders are faces: they show what lies above, and nothing imports them.
 """
 
 FACES = {"__init__", "__main__", "testing"}
@@ -103,6 +103,53 @@ def test_kernels_import_only_triton_torch_python_and_themselves():
             for name in names:
                 outside = name.split(".")[0] in {"triton", "torch"} | sys.stdlib_module_names
                 assert outside or name.startswith("fusedring.kernels"), (path, name)
+
+
+PRIVATE_TORCH = {
+    "torch_internals.py": None,
+    "data_parallel/compile/dynamo.py": None,
+    "transport/gpu_memory.py": {"torch.distributed._symmetric_memory"},
+}
+"""The files that use private names of torch, and which: None stands for any."""
+
+PRIVATE_TORCH_ANYWHERE = {"torch._foreach_copy_", "torch.utils._pytree"}
+
+
+def test_private_names_of_torch_stay_in_their_rooms():
+    """For each release of torch there are few files to look at."""
+    found = {}
+    for path in python_files():
+        names = private_torch(ast.parse(path.read_text())) - PRIVATE_TORCH_ANYWHERE
+        if names:
+            name = str(path.relative_to(ROOT))
+            found[name] = None if PRIVATE_TORCH.get(name, names) is None else names
+    assert found == PRIVATE_TORCH
+
+
+def private_torch(tree: ast.AST) -> set[str]:
+    """The private names of torch in a file, imported or reached from an import, up to the part with the underscore."""
+    origin, used = {"torch": "torch"}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            used |= {alias.name for alias in node.names}
+            origin |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            names = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            used |= set(names.values())
+            origin |= names
+
+    def dotted(node: ast.AST) -> str:
+        if isinstance(node, ast.Attribute):
+            return f"{dotted(node.value)}.{node.attr}"
+        return origin.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    used |= {dotted(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    private = set()
+    for first, *parts in (name.split(".") for name in used):
+        hidden = [part.startswith("_") and not part.startswith("__") for part in parts]
+        if first == "torch" and any(hidden):
+            private.add(".".join([first, *parts[: hidden.index(True) + 1]]))
+    return private
 
 
 def test_import_needs_no_triton_and_starts_nothing():

@@ -25,6 +25,7 @@ from fusedring.data_parallel.scheduler import Scheduler
 from fusedring.data_parallel.step import Step
 from fusedring.errors import FusedRingError
 from fusedring.log import my_rank
+from fusedring.torch_internals import call_at_end_of_run, current_run
 
 
 class Run:
@@ -35,11 +36,11 @@ class Run:
     """
 
     def __init__(self, end: Callable[[], None]) -> None:
-        self.number: int = torch._C._current_graph_task_id()
+        self.number = current_run()
         self.started = time.perf_counter()
         self._end = end
         end_of_run = functools.partial(undisturbed(Run._ended), self)
-        torch.autograd.Variable._execution_engine.queue_callback(end_of_run)
+        call_at_end_of_run(end_of_run)
 
     def _ended(self) -> None:
         self._end()
@@ -47,7 +48,7 @@ class Run:
     @staticmethod
     def under_way() -> bool:
         """Whether this thread is inside of any run of autograd's engine."""
-        return bool(torch._C._current_graph_task_id() >= 0)
+        return current_run() >= 0
 
 
 class Backward:

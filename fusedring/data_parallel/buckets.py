@@ -14,6 +14,7 @@ import torch
 
 from fusedring.config import DTYPES
 from fusedring.plan.plan import ALIGNMENT
+from fusedring.torch_internals import is_zero_tensor
 
 _REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -42,7 +43,7 @@ class Entry:
 
     def in_place(self, grad: torch.Tensor) -> torch.Tensor | None:
         """The memory of `grad` as a vector in the order of the bucket; None if its values do not lie there so."""
-        plain = type(grad) is torch.Tensor and not grad.is_neg() and not grad._is_zerotensor()
+        plain = type(grad) is torch.Tensor and not grad.is_neg() and not is_zero_tensor(grad)
         if not plain or self.view.is_complex() or grad.dtype != self.view.dtype:
             return None
         if grad.stride() != self.view.stride():

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _broadcast_coalesced
+
+from fusedring.torch_internals import broadcast_coalesced
 
 BROADCAST_BYTES = 250 << 20
 """Bytes that are broadcast together; torch's number."""
@@ -46,7 +47,7 @@ class BufferSync:
 def broadcast(group: dist.ProcessGroup | None, tensors: Sequence[Any], source: int = 0) -> None:
     """Rank `source`'s values to all. By way of `.data`: graphs that saved an earlier value stay usable."""
     if group is not None and dist.get_world_size(group) > 1 and tensors:
-        _broadcast_coalesced(group, [t.data for t in tensors], BROADCAST_BYTES, source)
+        broadcast_coalesced(group, [t.data for t in tensors], BROADCAST_BYTES, source)
 
 
 def chosen_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

@@ -15,8 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.utils import _to_kwargs
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from fusedring.config import RingConfig, WireDtype
 from fusedring.data_parallel.backward import Backward, Run
@@ -24,6 +22,7 @@ from fusedring.data_parallel.bucket_memory import BucketMemory, Wrapped
 from fusedring.data_parallel.buffers import BROADCAST_BYTES, BufferSync, broadcast, chosen_sync
 from fusedring.data_parallel.checks import check_module, gpu_of, in_words
 from fusedring.data_parallel.compile import operators
+from fusedring.data_parallel.compile.dynamo import break_graph
 from fusedring.data_parallel.compile.wrapper import InGraphs, traced_forward
 from fusedring.data_parallel.parameters import TrainedParameters
 from fusedring.data_parallel.scheduler import Scheduler
@@ -32,6 +31,7 @@ from fusedring.data_parallel.uneven_inputs import TrainingRanks
 from fusedring.log import logger
 from fusedring.observe.report import StepReport
 from fusedring.observe.tracing import FORWARD, recording
+from fusedring.torch_internals import BufferCommHookLocation, inputs_on_device
 
 
 class FusedRingDDP(TorchContract):
@@ -155,7 +155,7 @@ class FusedRingDDP(TorchContract):
         operators.arm_when_compiling()
         self._before_forward()
         output = self.module(*inputs, **kwargs)
-        if self._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
+        if self._syncs_buffers(BufferCommHookLocation.POST_FORWARD):
             self._sync_buffers()
         synced = self._backward.synced
         if torch.is_grad_enabled():
@@ -175,7 +175,7 @@ class FusedRingDDP(TorchContract):
         inside of the module, too.
         """
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break("FusedRingDDP.no_sync() within what is compiled")  # graphs are for both cases
+            break_graph("FusedRingDDP.no_sync() within what is compiled")  # graphs are for both cases
         wrappers = [module for module in self.modules() if isinstance(module, FusedRingDDP)]
         before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
         for wrapper in wrappers:
@@ -293,7 +293,7 @@ class FusedRingDDP(TorchContract):
             scheduler = self._open()
         scheduler.expect(training=self.training, late=in_backward)
         scheduler.divisor = self.training_ranks.divisor
-        if self._syncs_buffers(_BufferCommHookLocation.PRE_FORWARD):
+        if self._syncs_buffers(BufferCommHookLocation.PRE_FORWARD):
             self._sync_buffers()
 
     def _expect_synced_backward(self) -> None:
@@ -306,7 +306,7 @@ class FusedRingDDP(TorchContract):
 
     def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the inputs of a forward to the module's GPU, as torch's class does."""
-        moved = _to_kwargs(inputs, kwargs, self.device, use_side_stream_for_tensor_copies=True)
+        moved = inputs_on_device(inputs, kwargs, self.device, use_side_stream_for_tensor_copies=True)
         return moved[0][0], moved[1][0]
 
     # Copies

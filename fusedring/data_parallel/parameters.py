@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fusedring.data_parallel.compile.dynamo import undisturbed
+from fusedring.torch_internals import hooks_after_accumulation, hooks_before_accumulation
 
 T = TypeVar("T")
 
@@ -84,9 +85,10 @@ class TrainedParameters:
     @staticmethod
     def has_hooks_of_others(parameter: torch.Tensor) -> bool:
         """Whether more is to happen between the computation of its gradient and the end of its accumulation."""
-        after: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        after: dict[int, Any] = hooks_after_accumulation(parameter) or {}
         ours = (_gradient_hook, undisturbed(_gradient_hook))
-        return bool(parameter._backward_hooks) or any(getattr(h, "func", None) not in ours for h in after.values())
+        before = hooks_before_accumulation(parameter)
+        return bool(before) or any(getattr(h, "func", None) not in ours for h in after.values())
 
 
 def _trained_as(parameter: torch.Tensor | None) -> torch.dtype | None:

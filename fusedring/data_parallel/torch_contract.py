@@ -15,11 +15,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import BuiltinCommHookType
-from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel.distributed import DistributedDataParallel, _BufferCommHookLocation
+from torch.nn.parallel.distributed import DistributedDataParallel
 
 from fusedring.config import dtype_name
 from fusedring.data_parallel.backward import Backward
@@ -28,6 +26,7 @@ from fusedring.data_parallel.scheduler import Scheduler
 from fusedring.data_parallel.uneven_inputs import TrainingRanks, UnevenInputs
 from fusedring.data_parallel.user_hook import CommHook, Hook
 from fusedring.log import my_rank
+from fusedring.torch_internals import BufferCommHookLocation, BuiltinCommHookType, is_member
 
 DEFAULT_BUCKET_MB = 25.0
 FIRST_BUCKET_MB = 1.0
@@ -102,10 +101,10 @@ class TorchContract(DistributedDataParallel):
 
     # Buffers
 
-    def _syncs_buffers(self, when: _BufferCommHookLocation) -> bool:
+    def _syncs_buffers(self, when: BufferCommHookLocation) -> bool:
         """Whether buffers are to be sent now: before forward, or where a hook wants it."""
         hook = getattr(self, "buffer_hook", None)
-        chosen = _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
+        chosen = BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
         return bool(when == chosen and self.will_sync_module_buffers())
 
     def will_sync_module_buffers(self) -> bool:
@@ -245,7 +244,7 @@ class TorchContract(DistributedDataParallel):
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Average over other ranks from the next synced forward on, which opens buckets in that group."""
-        if not distributed_c10d._rank_not_in_group(new_process_group):
+        if is_member(new_process_group):
             self.process_group = new_process_group
             self._backward.scheduler = None
 

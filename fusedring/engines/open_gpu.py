@@ -161,10 +161,11 @@ class _Attempt:
 
     def open(self, exchange: Exchange) -> Region | str:
         """This rank's view of all regions, if the way works on all ranks; else what stood in the way on one."""
+        memory: list[torch.Tensor] = []
         mapped: list[Region] = []
         steps: dict[str, Callable[[], object]] = {
-            "allocate": self._allocate,
-            "map what the peers have": lambda: mapped.append(self._map()),
+            "allocate": lambda: memory.append(self._allocate()),
+            "map what the peers have": lambda: mapped.append(self._map(*memory)),
             "compile the probe": self._compile,
         }
         for algorithm in _PROBED:
@@ -175,13 +176,14 @@ class _Attempt:
                 return found[0]
         return mapped[0]
 
-    def _allocate(self) -> None:
-        self._way.allocate(region_bytes(self._workspace.world_size, self._parity_bytes)).zero_()
+    def _allocate(self) -> torch.Tensor:
+        memory = self._way.allocate(region_bytes(self._workspace.world_size, self._parity_bytes)).zero_()
         self._gpu.order(self._gpu.current_stream(), self._gpu.comm)
         self._gpu.settle()
+        return memory
 
-    def _map(self) -> Region:
-        return self._region([*self._way.map()], self._workspace.rank, self._parity_bytes)
+    def _map(self, memory: torch.Tensor) -> Region:
+        return self._region(self._way.map(memory), self._workspace.rank, self._parity_bytes)
 
     def _compile(self) -> None:
         """Run the probe's kernels as a lone rank, so that nobody's compiler keeps the others' kernels waiting."""

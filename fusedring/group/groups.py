@@ -6,10 +6,10 @@ import atexit
 import os
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fusedring.errors import FusedRingError
 from fusedring.group.communicator import Communicator
+from fusedring.torch_internals import living_groups
 
 _communicators: dict[dist.ProcessGroup | None, Communicator] = {}
 
@@ -21,7 +21,8 @@ def communicator_of(group: dist.ProcessGroup | None = None, *, timeout: float | 
     processes were started but no process group exists, ValueError if this rank is not in the group, FusedRingError in a
     forked child of a rank.
     """
-    for old in [g for g in _communicators if g is not None and g not in distributed_c10d._world.pg_map]:
+    living = living_groups()
+    for old in [g for g in _communicators if g is not None and g not in living]:
         _communicators.pop(old).abandon()  # destroyed since
     group = _resolve(group)
     if group is not None and group in _inherited:
@@ -79,7 +80,7 @@ def _leave_to_parent() -> None:
         communicator.leave_to_parent()
     _parents.extend(_communicators.values())
     _communicators.clear()
-    _inherited.update(distributed_c10d._world.pg_map)
+    _inherited.update(living_groups())
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

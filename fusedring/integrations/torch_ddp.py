@@ -9,10 +9,10 @@ a string (there is no `from __future__ import annotations`): torch compares thos
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 
 from fusedring.config import DTYPES, RingConfig, WireDtype
 from fusedring.group.collectives import all_reduce
+from fusedring.torch_internals import GradBucket
 
 
 class CommHookState:

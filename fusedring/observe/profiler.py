@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from fusedring.torch_internals import end_span_with, profiler_is_on
+
 
 class ProfiledSpan:
     """A span in torch's profiler, which records the thread that makes it, and not the one that ends it."""
@@ -13,7 +15,7 @@ class ProfiledSpan:
         record = torch.autograd.profiler.record_function(label)
         record.__enter__()  # type: ignore[no-untyped-call]
         # The profiler knows this thread only; the future's callback carries that over to the thread that ends it.
-        record._call_end_callbacks_on_future(self._ended)
+        end_span_with(record, self._ended)
 
     def end(self) -> None:
         """May be called by another thread."""
@@ -22,4 +24,4 @@ class ProfiledSpan:
 
 def profiled_span(label: str) -> ProfiledSpan | None:
     """A span that begins now, if torch's profiler is on."""
-    return ProfiledSpan(label) if torch._C._autograd._profiler_enabled() else None
+    return ProfiledSpan(label) if profiler_is_on() else None

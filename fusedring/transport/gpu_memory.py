@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from fusedring.kernels.layout import STATUS_BYTES
 from fusedring.kernels.region import Region
+from fusedring.torch_internals import nvlinks
 from fusedring.transport.gpu import Gpu
 from fusedring.transport.kernel_status import KernelStatus
 from fusedring.transport.launch_log import LOG_BYTES, LaunchLog
@@ -34,8 +35,8 @@ class Way(Protocol):
         """This rank's region, uint8."""
         ...
 
-    def map(self) -> list[int]:
-        """The addresses of all ranks' regions, for this rank's kernels."""
+    def map(self, memory: torch.Tensor) -> list[int]:
+        """The addresses of all ranks' regions, for this rank's kernels, from now to `close`. memory: this rank's."""
         ...
 
     def is_full_mesh(self) -> bool:
@@ -90,43 +91,37 @@ class Peers:
 
     def __init__(self, gpu: Gpu, group: dist.ProcessGroup, *, same_index: bool) -> None:
         self._gpu, self._group, self._same_index = gpu, group, same_index
-        self._memory: torch.Tensor | None = None
-        self._handle: Any = None
+        self._mapped: tuple[torch.Tensor, Any] | None = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         from torch.distributed import _symmetric_memory
 
-        self._memory = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._gpu.device)
-        return self._memory
+        return _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=self._gpu.device)
 
-    def map(self) -> list[int]:
+    def map(self, memory: torch.Tensor) -> list[int]:
         from torch.distributed import _symmetric_memory
 
-        assert self._memory is not None
         if self._same_index:
             os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        self._handle = _symmetric_memory.rendezvous(self._memory, self._group)
+        handle = _symmetric_memory.rendezvous(memory, self._group)
+        self._mapped = memory, handle
         # The pointers are those of whole allocations; a tensor begins at the same offset in all of them.
         rank = dist.get_rank(self._group)
-        offset = self._memory.data_ptr() - self._handle.buffer_ptrs[rank]
-        return [pointer + offset for pointer in self._handle.buffer_ptrs]
+        offset = memory.data_ptr() - handle.buffer_ptrs[rank]
+        return [pointer + offset for pointer in handle.buffer_ptrs]
 
     def is_full_mesh(self) -> bool:
-        from torch._C import _autograd, _distributed_c10d
-
         if self._same_index:
             return False  # the links to GPUs that this process does not see are not known
-        try:
-            detect = _distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
-            matrix = detect(_autograd.DeviceType.CUDA, "nvlink").matrix
-        except (RuntimeError, AttributeError):  # not on this platform
+        matrix = nvlinks()
+        if matrix is None:
             return False
         mine = self._gpu.device.index
         others = [links for device, links in enumerate(matrix[mine]) if device != mine]
         return len(others) >= dist.get_world_size(self._group) - 1 and all(links > 0 for links in others)
 
     def close(self) -> None:
-        self._handle = self._memory = None
+        self._mapped = None
 
 
 class Pinned:
@@ -136,20 +131,18 @@ class Pinned:
 
     def __init__(self, gpu: Gpu, workspace: Workspace, timeout: float) -> None:
         self._gpu, self._workspace, self._timeout = gpu, workspace, timeout
-        self._memory: torch.Tensor | None = None
+        self._mapped: torch.Tensor | None = None
         self._registered: list[torch.Tensor] = []
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        self._memory = self._workspace.allocate(nbytes, timeout=self._timeout)
-        return self._memory
+        return self._workspace.allocate(nbytes, timeout=self._timeout)
 
-    def map(self) -> list[int]:
-        assert self._memory is not None
-        location = self._workspace.locate(self._memory)
+    def map(self, memory: torch.Tensor) -> list[int]:
+        self._mapped, location = memory, self._workspace.locate(memory)
         assert location is not None
         addresses = []
         for rank in range(self._workspace.world_size):
-            region = self._workspace.bytes_at(rank, location, self._memory.nbytes)
+            region = self._workspace.bytes_at(rank, location, memory.nbytes)
             addresses.append(self._gpu.register(region))
             self._registered.append(region)
         return addresses
@@ -160,7 +153,7 @@ class Pinned:
     def close(self) -> None:
         while self._registered:
             self._gpu.unregister(self._registered.pop())
-        self._memory = None
+        self._mapped = None
 
 
 class Alone:
@@ -170,18 +163,17 @@ class Alone:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self._memory: torch.Tensor | None = None
+        self._mapped: torch.Tensor | None = None
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        self._memory = self._gpu.zeros(nbytes)
-        return self._memory
+        return self._gpu.zeros(nbytes)
 
-    def map(self) -> list[int]:
-        assert self._memory is not None
-        return [self._memory.data_ptr()]
+    def map(self, memory: torch.Tensor) -> list[int]:
+        self._mapped = memory
+        return [memory.data_ptr()]
 
     def is_full_mesh(self) -> bool:
         return True
 
     def close(self) -> None:
-        self._memory = None
+        self._mapped = None

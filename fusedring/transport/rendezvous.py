@@ -16,12 +16,11 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 from fusedring.errors import CollectiveTimeoutError
+from fusedring.torch_internals import store_of, timeout_of
 
 _GONE = "-"
 """In place of a token: this rank does not wait."""
@@ -39,7 +38,7 @@ class Rendezvous:
     def __init__(self, group: dist.ProcessGroup | None, *, timeout: float) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self._store = None if group is None else distributed_c10d._get_process_group_store(group)
+        self._store = None if group is None else store_of(group)
         self._read: str | None = None
         self._count = 0
         self._session = "" if self._store is None else self._join(self._store, timeout)
@@ -137,11 +136,5 @@ def _wait(store: Store, key: str, deadline: float) -> bool:
 
 def group_timeout(group: dist.ProcessGroup | None) -> float:
     """The timeout in seconds that the process group was made with; torch's default for a lone process."""
-    default = distributed_c10d.default_pg_timeout.total_seconds()
-    if group is None:
-        return default
-    for device in group._device_types:
-        options = getattr(group._get_backend(torch.device(device)), "options", None)
-        if options is not None:
-            return float(options._timeout.total_seconds())
-    return default
+    given = None if group is None else timeout_of(group)
+    return (default_pg_timeout if given is None else given).total_seconds()

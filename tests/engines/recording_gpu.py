@@ -173,7 +173,7 @@ class NoPeers:
     def allocate(self, nbytes: int) -> torch.Tensor:
         raise RuntimeError("peer access is not supported between these two devices\nand more that nobody reads")
 
-    def map(self) -> list[int]:
+    def map(self, memory: torch.Tensor) -> list[int]:
         raise AssertionError("never mapped")
 
     def is_full_mesh(self) -> bool:

@@ -24,8 +24,8 @@ class DropsWrites(Pinned):
 
     name = "memory that drops writes"
 
-    def map(self) -> list[int]:
-        addresses = super().map()
+    def map(self, memory: torch.Tensor) -> list[int]:
+        addresses = super().map(memory)
         rank = self._workspace.rank
         self._decoys = [torch.zeros_like(region) for region in self._registered]
         return [a if r == rank else self._decoys[r].data_ptr() for r, a in enumerate(addresses)]
@@ -44,9 +44,9 @@ class FailsOn(Pinned):
         self._maybe_fail("allocate")
         return memory
 
-    def map(self) -> list[int]:
+    def map(self, memory: torch.Tensor) -> list[int]:
         self._maybe_fail("map")
-        return super().map()
+        return super().map(memory)
 
     def _maybe_fail(self, step: str) -> None:
         if step == self._step and self._workspace.rank == self._failing:
@@ -216,5 +216,5 @@ def test_a_lone_rank_needs_no_peers():
     gpu = RecordingGpu.__new__(RecordingGpu)
     way = Alone(gpu)
     memory = way.allocate(1024)
-    assert way.map() == [memory.data_ptr()]
+    assert way.map(memory) == [memory.data_ptr()]
     way.close()

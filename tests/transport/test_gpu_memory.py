@@ -35,7 +35,7 @@ def test_addresses_of_peers(monkeypatch, same_index):
     way = Peers(_Device(), "the group", same_index=same_index)
     memory = way.allocate(100)
     assert memory.numel() == 100
-    assert way.map() == [1_000_512, memory.data_ptr(), 3_000_512]
+    assert way.map(memory) == [1_000_512, memory.data_ptr(), 3_000_512]
     assert asked["tensor"] is memory
     assert ("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES" in os.environ) is same_index
     way.close()

@@ -1,4 +1,7 @@
-"""What Dynamo, which traces for torch.compile, is asked and told, where it is in use: it takes seconds to import."""
+"""What Dynamo, which traces for torch.compile, is asked and told, where it is in use: it takes seconds to import.
+
+Little of it is public API, so nothing else in fusedring calls Dynamo. TRIED in `torch_internals` goes for this, too.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,11 @@ def count_in_graph() -> int:
     output = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output
     output._fusedring_count = getattr(output, "_fusedring_count", 0) + 1
     return int(output._fusedring_count)
+
+
+def break_graph(why: str) -> None:
+    """In traced code: have the graph end here, and another begin."""
+    torch._dynamo.graph_break(why)
 
 
 def in_compiled_autograd() -> bool:

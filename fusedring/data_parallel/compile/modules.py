@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fusedring.data_parallel.compile.dynamo import run_while_tracing
 from fusedring.data_parallel.compile.operators import announce, tag
 from fusedring.log import logger
+from fusedring.torch_internals import transform_under_way
 
 
 class _Armed:
@@ -78,7 +79,7 @@ def _other_attribute(module: Any, name: str) -> Any:
 def _enters_plainly() -> bool:
     """Whether parameters stay as they are in what is traced: a program to be exported, or a transformed function."""
     # In traced code torch 2.11 takes the first for true.
-    return torch.compiler.is_exporting() or torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_exporting() or transform_under_way() is not None
 
 
 _classes: WeakValueDictionary[tuple[int, tuple[str, ...]], Any] = WeakValueDictionary()

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from fusedring.data_parallel.compile.dynamo import before_compiling, count_in_graph, run_while_tracing, when_traced
 from fusedring.data_parallel.compile.graph import take_out_partial
+from fusedring.torch_internals import current_run, will_run_node
 
 _library = torch.library.Library("fusedring", "DEF")  # type: ignore[no-untyped-call]
 _numbers = itertools.count(1)
@@ -66,7 +67,7 @@ _leaf_node = torch.autograd.graph.get_gradient_edge(_leaf).node
 
 
 def _in_full_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() >= 0 and torch._C._will_engine_execute_node(_leaf_node))
+    return current_run() >= 0 and will_run_node(_leaf_node)
 
 
 def tag(thing: object) -> torch.Tensor:
@@ -103,7 +104,7 @@ def _run_gradient(grad: torch.Tensor, parameter: torch.Tensor) -> None:
     if living is None:
         return
     for listener in list(_listeners):
-        if torch._C._current_graph_task_id() < 0:
+        if current_run() < 0:
             listener.refuse_traced(living)
         elif _in_full_backward():
             listener.on_announced(living, grad, only_use=uses == 1)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils._pytree import tree_map_only
 
 from fusedring.data_parallel.backward import Backward
@@ -20,6 +19,7 @@ from fusedring.data_parallel.buffers import BufferSync
 from fusedring.data_parallel.compile import operators
 from fusedring.data_parallel.compile.dynamo import is_compiled
 from fusedring.data_parallel.compile.modules import arm
+from fusedring.torch_internals import BufferCommHookLocation
 
 
 class Wrapper(Protocol):
@@ -34,7 +34,7 @@ class Wrapper(Protocol):
 
     def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]: ...
     def _before_forward(self) -> None: ...
-    def _syncs_buffers(self, when: _BufferCommHookLocation) -> bool: ...
+    def _syncs_buffers(self, when: BufferCommHookLocation) -> bool: ...
     def _sync_buffers(self) -> None: ...
 
 
@@ -60,7 +60,7 @@ def _buffers_to_sync(wrapper: Wrapper) -> tuple[list[torch.Tensor], list[torch.T
     """Those that may be sent before a forward, and after one."""
     buffers = [buffer for _, buffer in wrapper._named_buffers()] if wrapper.forward_sync_buffers else []
     hook = getattr(wrapper, "buffer_hook", None)
-    if hook is not None and hook.buffer_comm_hook_location == _BufferCommHookLocation.POST_FORWARD:
+    if hook is not None and hook.buffer_comm_hook_location == BufferCommHookLocation.POST_FORWARD:
         return [], buffers
     return buffers, []
 
@@ -103,7 +103,7 @@ class InGraphs:
         """As `Listener.forward_ends`."""
         wrapper = self._wrapper()
         if wrapper is not None:
-            if wrapper._syncs_buffers(_BufferCommHookLocation.POST_FORWARD):
+            if wrapper._syncs_buffers(BufferCommHookLocation.POST_FORWARD):
                 with self._buffers.in_graph(buffers):
                     wrapper._sync_buffers()
             wrapper.require_forward_param_sync = self._backward.synced
