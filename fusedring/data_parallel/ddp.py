@@ -152,7 +152,7 @@ class FusedRingDDP(TorchContract):
         started = time.perf_counter()
         if self.device_ids:
             inputs, kwargs = self._on_device(inputs, kwargs)
-        operators.arm_when_compiling()
+        operators.announce_when_compiling()
         self._before_forward()
         output = self.module(*inputs, **kwargs)
         if self._syncs_buffers(BufferCommHookLocation.POST_FORWARD):

@@ -853,7 +853,7 @@ def forgotten_wrapper(rank, world):
 def classes_that_do_not_want_subclasses(rank, world):
     class Registered(nn.Linear):
         def __init_subclass__(cls, *, key):
-            raise AssertionError("an armed class is nobody's subclass")
+            raise AssertionError("an announcing class is nobody's subclass")
 
     class Final(type(nn.Module)):
         def __new__(cls, name, bases, contents):

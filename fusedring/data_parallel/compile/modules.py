@@ -1,8 +1,8 @@
 """Modules whose parameters enter compiled graphs through `announce`.
 
 Autograd runs late what was recorded early: an identity that is applied to a parameter at the start of the forward sees
-its gradient at the end of the backward. So the parameter is caught where the module reads it. An *armed* module has a
-subclass of its class, with a property for every parameter. Outside of a compiler that gives the parameter itself.
+its gradient at the end of the backward. So the parameter is caught where the module reads it. An *announcing* module
+has a subclass of its class, with a property for every parameter. Outside of a compiler that gives the parameter itself.
 
 It keeps looking like what it was: names, `isinstance`, pickles and copies are those of the class that it had.
 """
@@ -26,11 +26,11 @@ from fusedring.log import logger
 from fusedring.torch_internals import transform_under_way
 
 
-class _Armed:
-    """What the classes of armed modules have in common, beside a property for each parameter."""
+class _Announcing:
+    """What the classes of announcing modules have in common, beside a property for each parameter."""
 
     def __init_subclass__(cls, **_: Any) -> None:
-        """Not that of the module's class, which would register an armed class beside it, or more."""
+        """Not that of the module's class, which would register an announcing class beside it, or more."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies are of the class that the module had, and untagged."""
@@ -86,7 +86,7 @@ _classes: WeakValueDictionary[tuple[int, tuple[str, ...]], Any] = WeakValueDicti
 _tags: MutableMapping[nn.Parameter, torch.Tensor] = WeakIdKeyDictionary()
 
 
-def arm(modules: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+def make_announcing(modules: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Have graphs that are compiled from now on announce gradients of the `trained` parameters. Returns their tags.
 
     A module whose class cannot have a subclass stays as it is: its gradients are noticed when their graph is through.
@@ -109,7 +109,7 @@ def arm(modules: Iterable[nn.Module], trained: Iterable[nn.Parameter]) -> list[t
         if not tags.keys() <= known:
             base = own._fusedring_class if "_fusedring_class" in own.__dict__ else own
             try:
-                module.__class__ = _armed_class(base, tuple(tags))
+                module.__class__ = _announcing_class(base, tuple(tags))
             except Exception as error:  # from metaclasses, too
                 logger.info("%s cannot announce gradients from compiled graphs: %s", base.__name__, error)
                 continue
@@ -123,7 +123,7 @@ def _tag_of(parameter: nn.Parameter) -> torch.Tensor:
     return _tags[parameter]
 
 
-def _armed_class(base: type, names: tuple[str, ...]) -> type:
+def _announcing_class(base: type, names: tuple[str, ...]) -> type:
     known = _classes.get((id(base), names))
     if known is not None:  # then the base lives, too
         return cast(type, known)
@@ -135,7 +135,7 @@ def _armed_class(base: type, names: tuple[str, ...]) -> type:
         "_fusedring_tags": {},
         **{name: _property_for(name) for name in names},
     }
-    bases = (base,) if issubclass(base, _Armed) else (_Armed, base)
+    bases = (base,) if issubclass(base, _Announcing) else (_Announcing, base)
     made = types.new_class(base.__name__, bases, exec_body=lambda body: body.update(contents))
     _classes[id(base), names] = made
     return made

@@ -41,7 +41,7 @@ _listeners: WeakSet[Listener] = WeakSet()
 class Listener(Protocol):
     """What the operators in a graph call: it stands for one wrapper."""
 
-    def arm(self) -> None:
+    def make_announcing(self) -> None:
         """Something is being compiled: see `modules`."""
 
     def forward_begins(self, buffers: Sequence[torch.Tensor]) -> None:
@@ -219,16 +219,16 @@ def listen(listener: Listener) -> None:
 
 
 @run_while_tracing
-def arm_all() -> None:
-    """Arm the modules of all wrappers, now or, in a traced forward, while it is traced."""
+def make_all_announcing() -> None:
+    """Have the modules of all wrappers announce gradients, now or, in a traced forward, while it is traced."""
     for listener in list(_listeners):
-        listener.arm()
+        listener.make_announcing()
 
 
-def arm_when_compiling() -> None:
-    """Have `arm_all` called before anything is compiled. To be called again now and then: a reset forgets it."""
-    before_compiling(_arm_all)
+def announce_when_compiling() -> None:
+    """Have `make_all_announcing` called before anything is compiled. To be called again: a reset forgets it."""
+    before_compiling(_make_all_announcing)
 
 
-def _arm_all(_: Any) -> None:
-    arm_all()
+def _make_all_announcing(_: Any) -> None:
+    make_all_announcing()

@@ -18,7 +18,7 @@ from fusedring.data_parallel.backward import Backward
 from fusedring.data_parallel.buffers import BufferSync
 from fusedring.data_parallel.compile import operators
 from fusedring.data_parallel.compile.dynamo import is_compiled
-from fusedring.data_parallel.compile.modules import arm
+from fusedring.data_parallel.compile.modules import make_announcing
 from fusedring.torch_internals import BufferCommHookLocation
 
 
@@ -40,7 +40,7 @@ class Wrapper(Protocol):
 
 def traced_forward(wrapper: Wrapper, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A forward in a graph: what the wrapper does, the graph has it do when it is run."""
-    operators.arm_all()
+    operators.make_all_announcing()
     if wrapper.device_ids:
         inputs, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(wrapper.device), (inputs, kwargs))
     if not torch.is_grad_enabled():
@@ -73,24 +73,24 @@ class InGraphs:
 
     def __init__(self, wrapper: Wrapper, backward: Backward, buffers: BufferSync, tags: list[torch.Tensor]) -> None:
         self._wrapper, self._backward, self._buffers, self._tags = weakref.ref(wrapper), backward, buffers, tags
-        self._armed = is_compiled(wrapper.module)
+        self._announces = is_compiled(wrapper.module)
         self.tag = operators.tag(self)
         operators.listen(self)
 
     def follow_parameters(self) -> None:
         """The parameters are others now."""
-        if self._armed:
-            self.arm()
+        if self._announces:
+            self.make_announcing()
 
-    def arm(self) -> None:
+    def make_announcing(self) -> None:
         """Have the module announce gradients in what is compiled from now on."""
         wrapper, trained = self._wrapper(), self._backward.trained
         if wrapper is None:
             return
-        if not self._armed and trained.hooked:
+        if not self._announces and trained.hooked:
             trained.hook(self._backward, Backward.on_gradient)  # anew, so that nothing in the hooks is compiled
-        self._armed = True
-        self._tags[:] = arm(wrapper.module.modules(), (parameter for _, parameter in trained.named))
+        self._announces = True
+        self._tags[:] = make_announcing(wrapper.module.modules(), (parameter for _, parameter in trained.named))
 
     def forward_begins(self, buffers: Sequence[torch.Tensor]) -> None:
         """As `Listener.forward_begins`."""
