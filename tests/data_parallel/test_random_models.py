@@ -8,8 +8,8 @@ same operations on the same values, with one thread. So the only tolerance is fo
 Starting processes is slow. So the ranks stay, and are sent one case after another: see `Ranks`.
 
 It is done on each engine that runs here, with the same expectations: the host engine, the triton engine, and the CUDA
-engine on the double of a GPU from tests/recording_gpu.py. Kernels run under Triton's interpreter, which takes much
-longer; so they get fewer cases.
+engine on the double of a GPU from tests/engines/recording_gpu.py. Kernels run under Triton's interpreter, which takes
+much longer; so they get fewer cases.
 
 A failure prints its case; `run_ranks(world, run_alone, engine, case)` runs it again. `pytest --soak -m soak` draws 1000
 cases for each world size and engine, or FUSEDRING_RANDOM_CASES, others on every run.
