@@ -94,7 +94,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def nvlinks() -> list[list[int]] | None:
-    """How many NVLinks join every two of this process's GPUs, by their indices; None where torch cannot tell."""
+    """How many NVLinks join every two of this process's GPUs, by their indices; None where torch cannot tell.
+
+    Tried only where there is no GPU.
+    """
     try:
         detect = torch._C._distributed_c10d._detect_dma_connectivity  # type: ignore[attr-defined]
         matrix: list[list[int]] = detect(torch._C._autograd.DeviceType.CUDA, "nvlink").matrix
