@@ -132,12 +132,15 @@ class Turns:
         """All buckets of `turn` are launched: those that it held back may go."""
         if turn.expecting:
             turn.expecting = False
-            for participant in self._in_turn(turn):
+            for participant in self._in_turn(turn.run):
                 participant.advance()
 
     def launch_rest(self, turn: Turn) -> None:
-        """At the end of the run that `turn` is in: everybody in it launches what is left, in turn, then the flags."""
-        partners = self._in_turn(turn)
+        """At the end of the run that `turn` is in: everybody in it launches what is left, in turn, then the flags.
+
+        So do wrappers of other groups, before anybody waits: on another rank, theirs may be the first to end.
+        """
+        partners = [participant for turns in list(_turns.values()) for participant in turns._in_turn(turn.run)]
         for participant in partners:
             participant.launch_rest()
         for participant in partners:
@@ -145,8 +148,8 @@ class Turns:
         for participant in self._participants:
             participant.turn.note_vain(turn)
 
-    def _in_turn(self, turn: Turn) -> list[Participant]:
-        partners = (other for other in self._participants if other.turn.run == turn.run)
+    def _in_turn(self, run: int | None) -> list[Participant]:
+        partners = (other for other in self._participants if other.turn.run == run)
         return sorted(partners, key=lambda other: other.turn.place)
 
 

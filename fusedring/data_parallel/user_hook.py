@@ -82,6 +82,12 @@ class HookWork(Work):
         if not self._taken:
             self._taken, self._ended = True, time.perf_counter()
             value = value[0] if isinstance(value, (list, tuple)) else value
+            if not isinstance(value, torch.Tensor) or value.numel() < self._bucket.flat.numel():
+                given = f"{value.numel()} elements" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ValueError(
+                    f"a communication hook's future must give the bucket's gradients, a tensor of "
+                    f"{self._bucket.flat.numel()} elements, and it gave {given}"
+                )
             flat = self._bucket.flat
             if value.data_ptr() != flat.data_ptr():
                 flat.copy_(value.view(-1)[: flat.numel()])

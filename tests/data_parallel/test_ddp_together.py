@@ -241,3 +241,35 @@ def test_a_teacher_that_is_never_trained_costs_no_overlap():
     for early in run_ranks(2, check_teacher):
         assert not early[0]
         assert any(early[1:])
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x: torch.Tensor, used: int) -> torch.Tensor:
+        return sum(part(x).sum() for part in list(self.parts)[:used])
+
+
+def check_two_groups(rank: int, world: int) -> None:
+    """Each rank visits the wrappers in its own order, which is right, since they are of two groups."""
+    groups = [dist.group.WORLD, dist.new_group()]
+    for compiled in (False, True):
+        how = {"find_unused_parameters": True, "timeout": 20}
+        models = [FusedRingDDP(TwoParts(), process_group=group, **how) for group in groups]
+        called = [torch.compile(model, backend="aot_eager") if compiled else model for model in models]
+        for lacking in (False, True, False):
+            used = 1 if lacking and rank == 0 else 2
+            for model in models:
+                model.zero_grad()
+            order = called if rank == 0 else called[::-1]
+            sum(model(torch.ones(1, 3), used) for model in order).backward()
+            for model in models:
+                first, second = (part.weight.grad for part in model.module.parts)
+                assert first.eq(1).all()
+                assert second.eq(0.5 if lacking else 1).all()
+
+
+def test_two_groups_in_one_backward():
+    run_ranks(2, check_two_groups)

@@ -301,3 +301,16 @@ def check_methods(rank: int, world: int) -> None:
 
 def test_methods():
     run_ranks(2, check_methods)
+
+
+@pytest.mark.parametrize(("value", "given"), [(None, "NoneType"), (torch.ones(1), "1 elements")])
+def test_what_a_comm_hook_gives_must_fit_the_bucket(value, given):
+    def hook(state, bucket):
+        future = torch.futures.Future()
+        future.set_result(value)
+        return future
+
+    model = FusedRingDDP(nn.Linear(4, 4))
+    model.register_comm_hook(None, hook)
+    with pytest.raises(ValueError, match=f"a tensor of .* elements, and it gave {given}"):
+        model(torch.ones(1, 4)).sum().backward()

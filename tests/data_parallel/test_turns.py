@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fusedring import FusedRingDDP
+from fusedring.data_parallel import turns
 from fusedring.data_parallel.turns import Turn, Turns
 from tests.ranks import run_ranks
 
@@ -48,9 +49,10 @@ class Wrapper:
 
 
 @pytest.fixture
-def two() -> tuple[Wrapper, Wrapper, list[str]]:
-    turns, launched = Turns(), []
-    return Wrapper(turns, "a", launched), Wrapper(turns, "b", launched), launched
+def two(monkeypatch) -> tuple[Wrapper, Wrapper, list[str]]:
+    group, launched = Turns(), []
+    monkeypatch.setattr(turns, "_turns", {0: group})
+    return Wrapper(group, "a", launched), Wrapper(group, "b", launched), launched
 
 
 def test_the_last_forward_launches_first_whatever_comes_first(two):
@@ -101,6 +103,17 @@ def test_other_runs_are_not_touched(two):
     b.begin(run=2)
     a.turns.launch_rest(a.turn)
     assert launched == ["a0", "a1", "a flags"]
+
+
+def test_at_the_end_wrappers_of_other_groups_launch_before_anybody_waits(monkeypatch):
+    launched: list[str] = []
+    groups = [Turns(), Turns()]
+    monkeypatch.setattr(turns, "_turns", dict(enumerate(groups)))
+    a, b = Wrapper(groups[0], "a", launched), Wrapper(groups[1], "b", launched)
+    for wrapper in (a, b):
+        wrapper.begin(run=3)
+    b.turns.launch_rest(b.turn)
+    assert launched == ["a0", "a1", "b0", "b1", "a flags", "b flags"]
 
 
 def test_buckets_go_in_the_order_of_the_turn():
