@@ -194,7 +194,7 @@ class FusedRingDDP(TorchContract):
 
     def _start_locally(self) -> None:
         """The state that is this rank's own, and starts anew in a copy of the wrapper."""
-        self.training_ranks = TrainingRanks()
+        self._training_ranks = TrainingRanks()
         self._last_error = ""
         self._buffers_under_way = BufferSync()
         tags: list[torch.Tensor] = []
@@ -245,14 +245,15 @@ class FusedRingDDP(TorchContract):
         return opened.scheduler
 
     def _wrapped(self) -> Wrapped:
+        ignored = self.parameters_to_ignore
         return Wrapped(
-            type(self).__name__,
-            self.process_group,
-            self.config,
-            self.device,
-            self.bucket_caps,
-            self.gradient_as_bucket_view,
-            not any(p.requires_grad and n in self.parameters_to_ignore for n, p in self.module.named_parameters()),
+            name=type(self).__name__,
+            group=self.process_group,
+            config=self.config,
+            device=self.device,
+            caps=self.bucket_caps,
+            grad_is_view=self.gradient_as_bucket_view,
+            whole=not any(p.requires_grad and name in ignored for name, p in self.module.named_parameters()),
         )
 
     def _scheduler_or_open(self) -> Scheduler:
@@ -292,7 +293,7 @@ class FusedRingDDP(TorchContract):
         if self._synced_forwards == 2 and self._memory.learn_order(self._wrapped(), scheduler):
             scheduler = self._open()
         scheduler.expect(training=self.training, late=in_backward)
-        scheduler.divisor = self.training_ranks.divisor
+        scheduler.divisor = self._training_ranks.divisor
         if self._syncs_buffers(BufferCommHookLocation.PRE_FORWARD):
             self._sync_buffers()
 
@@ -302,7 +303,7 @@ class FusedRingDDP(TorchContract):
             if not scheduler.turn.expecting:
                 self._backward.synced, self._backward.expects_unused = True, self.find_unused_parameters
                 scheduler.expect(training=self.training)
-                scheduler.divisor = self.training_ranks.divisor
+                scheduler.divisor = self._training_ranks.divisor
 
     def _on_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move the inputs of a forward to the module's GPU, as torch's class does."""
@@ -338,8 +339,8 @@ _OF_THIS_RANK = (
     "_in_graphs",
     "_memory",
     "_tag",
+    "_training_ranks",
     "process_group",
-    "training_ranks",
 )
 """Attributes that a copy makes for itself."""
 

@@ -99,7 +99,7 @@ class Scheduler:
         """Instead of the world size, where only some ranks still train."""
         self.track = Track(f"FusedRingDDP {number}")
         self.order: list[str] = []
-        """In which the gradients of the first step came; empty until it has ended."""
+        """The parameters' names as their gradients came in the first step; empty until it has ended."""
         self._coming: dict[str, None] = {}
         self.late_here: list[str] = []
         """The parameters whose gradient did not arrive on this rank in the last step."""

@@ -59,7 +59,7 @@ class TorchContract(DistributedDataParallel):
     forward_sync_buffers: bool
     parameters_to_ignore: set[str]
     bucket_bytes_cap: int
-    training_ranks: TrainingRanks
+    _training_ranks: TrainingRanks
     _backward: Backward
     _buffers_under_way: BufferSync
     _last_error: str
@@ -169,12 +169,12 @@ class TorchContract(DistributedDataParallel):
 
     def join_hook(self, **kwargs: Any) -> UnevenInputs:
         """What torch's Join calls when this rank has run out of inputs."""
-        self.training_ranks.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._training_ranks.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return UnevenInputs(self)
 
     def _count_training_ranks(self, *, trains: bool) -> bool:
         """All ranks tell each other who trains (collective); returns whether anybody does."""
-        return self.training_ranks.count(self.process_group, self.device, trains=trains)
+        return self._training_ranks.count(self.process_group, self.device, trains=trains)
 
     # What torch's class has beside the documented
 

@@ -41,7 +41,7 @@ class Shadowing(Protocol):
     """What is asked of a wrapper."""
 
     require_forward_param_sync: bool
-    training_ranks: TrainingRanks
+    _training_ranks: TrainingRanks
 
     @property
     def _distributed_rank(self) -> int: ...
@@ -68,7 +68,7 @@ class UnevenInputs(JoinHook):
         wrapper.require_forward_param_sync = syncs
         if syncs:
             scheduler = wrapper._scheduler_or_open()
-            scheduler.divisor = wrapper.training_ranks.divisor
+            scheduler.divisor = wrapper._training_ranks.divisor
             scheduler.shadow()
 
     def post_hook(self, is_last_joiner: bool) -> None:
