@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from fusedring.cli import demo, doctor, explain, kernels
+from fusedring.cli import bench, demo, doctor, explain, kernels
 from fusedring.version import __version__
 
-_COMMANDS = {"demo": demo, "doctor": doctor, "explain": explain, "kernels": kernels}
+_COMMANDS = {"bench": bench, "demo": demo, "doctor": doctor, "explain": explain, "kernels": kernels}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

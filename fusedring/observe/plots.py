@@ -1,9 +1,11 @@
-"""Plots of training runs, as PNG files. They need matplotlib, as pictures.py does."""
+"""Plots of training runs and of bandwidths, as PNG files. They need matplotlib, as pictures.py does."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,6 +48,46 @@ def draw_overlap(report: StepReport, path: Path) -> None:
     figure = new_figure(5.0)
     _draw_overlap(figure.add_subplot(), report)
     figure.tight_layout()
+    figure.savefig(path, dpi=DPI, format="png")
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidths:
+    """What is drawn side by side: busbw in bytes per second by bytes of the tensor, for each way, and the bound's."""
+
+    title: str
+    ways: Mapping[str, Mapping[int, float]]
+    bound: Mapping[int, float]
+
+
+def draw_bandwidths(panels: Sequence[Bandwidths], conditions: str, path: Path) -> None:
+    """busbw over size, each of `panels` in a panel, with the bound drawn in. conditions: written below."""
+    columns = min(len(panels), 2)
+    rows = math.ceil(len(panels) / columns)
+    figure = new_figure(5.0 * rows + 1.0)
+    names = list(dict.fromkeys(name for panel in panels for name in panel.ways))
+    for place, panel in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        for name, rates in panel.ways.items():
+            number = names.index(name)
+            axes.plot(
+                list(rates),
+                [rate / 1e9 for rate in rates.values()],
+                marker="o",
+                linestyle=("-", "--", ":")[number // len(COLOURS) % 3],
+                color=COLOURS[number % len(COLOURS)],
+                label=name,
+            )
+        axes.plot(list(panel.bound), [rate / 1e9 for rate in panel.bound.values()], "k--", linewidth=2, label="bound")
+        axes.set_title(panel.title)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("bytes")
+        axes.set_ylabel("busbw (GB/s)")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=9)
+    figure.text(0.01, 0.01, conditions, fontsize=8, va="bottom")
+    figure.tight_layout(rect=(0.0, 0.8 / figure.get_figheight(), 1.0, 1.0))
     figure.savefig(path, dpi=DPI, format="png")
 
 
