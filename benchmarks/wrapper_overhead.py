@@ -22,6 +22,7 @@ from torch import nn
 import fusedring
 from fusedring import FusedRingDDP
 from fusedring.bench.clock import in_turn, seconds_of
+from fusedring.bench.models import Tiny
 from fusedring.engines.engine import Engine
 from fusedring.engines.work import Work
 from fusedring.group.communicator import Communicator
@@ -41,18 +42,6 @@ class Overhead:
     per_parameter: float
     per_bucket: float
     per_launch: float
-
-
-class Tiny(nn.Module):
-    """So many parameters of one element each."""
-
-    def __init__(self, parameters: int) -> None:
-        super().__init__()
-        self.parts = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(parameters))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Their sum, times `x`."""
-        return torch.cat(list(self.parts)).sum() * x
 
 
 def overhead(*, parameters: int = 2500, buckets: int = 50, repeats: int = 40) -> Overhead:

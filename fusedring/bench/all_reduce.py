@@ -62,6 +62,10 @@ class Measured:
     cells: tuple[Cell, ...]
     missing: dict[str, str]
 
+    def timing_of(self, name: str, tensors: str) -> Timing | None:
+        """Of the way of that name on such tensors; None if it was wrong or is not there."""
+        return next((cell.timing for cell in self.cells if (cell.name, cell.tensors) == (name, tensors)), None)
+
 
 def measure_case(
     case: Case,
@@ -83,7 +87,7 @@ def measure_case(
     right = [number for number, elements in enumerate(wrong) if elements == 0]
     acts = {str(number): partial(seconds_of, ways[number].act, place.device) for number in right}
     times = in_turn(acts, turns, warm_up=WARM_UP_TURNS)
-    timings = {int(number): Timing.of(slowest_rank(seconds)) for number, seconds in times.items()}
+    timings = {int(number): Timing(tuple(slowest_rank(seconds))) for number, seconds in times.items()}
     bound = timings.get(0)
     baseline = next((timings[number] for number in right if number > 0 and ways[number] in theirs), None)
     cells = [
@@ -104,7 +108,7 @@ def latency(place: Place, *, nbytes: int, rounds: int) -> Timing:
 
     calls()
     seconds = slowest_rank([seconds_of(calls, place.device) / LATENCY_CALLS for _ in range(rounds)])
-    return Timing.of(seconds)
+    return Timing(tuple(seconds))
 
 
 def _copy(case: Case, place: Place) -> Way:

@@ -18,16 +18,28 @@ HEAD_START = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Of several times, in seconds: how many, their median, and their 99th percentile (by nearest rank)."""
+    """Times of the same thing, in seconds, in the order in which they were taken."""
 
-    repeats: int
-    median: float
-    p99: float
+    seconds: tuple[float, ...]
 
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> Timing:
-        """Of these."""
-        return cls(len(seconds), statistics.median(seconds), sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1])
+    @property
+    def repeats(self) -> int:
+        """How many there are."""
+        return len(self.seconds)
+
+    @property
+    def median(self) -> float:
+        """Of the seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def p99(self) -> float:
+        """The 99th percentile, by nearest rank: of fewer than 100 times the longest."""
+        return sorted(self.seconds)[math.ceil(0.99 * self.repeats) - 1]
+
+    def summary(self) -> dict[str, float]:
+        """repeats, median and p99 by name."""
+        return {"repeats": self.repeats, "median": self.median, "p99": self.p99}
 
 
 def seconds_of(act: Callable[[], object], device: torch.device | None = None) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fusedring.bench.clock import Timing
-from fusedring.bench.measure import CROWD_SIZES, CROWDS, LATENCY_BYTES, SIZES, Results, seconds_by_way
+from fusedring.bench.measure import CROWD_SIZES, CROWDS, LATENCY_BYTES, SIZES, Results
 from fusedring.bench.memory import STATED_SLOTS
 from fusedring.bench.models import GPT_3M, LINEARS, LORA, MANY, MLP, RESNET
 from fusedring.bench.steps import FUSEDRING, TORCH, Step
@@ -31,13 +31,13 @@ class NotMeasuredError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """work: what is measured. limit: the least it may be, or the most, in `unit`. reached: what it is in a run.
+    """work: what is measured. limit: the least it may be, or the most, in `unit`; None: looked at, not judged.
 
-    reason: why it is missed, where that is known.
+    reached: what it is in a run. reason: why it is missed, where that is known.
     """
 
     work: str
-    limit: float
+    limit: float | None
     at_least: bool
     unit: str
     reached: Callable[[Results], float]
@@ -46,7 +46,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A goal beside what was reached. verdict: 'met', 'missed' or 'not measured'; reason: of either of the latter."""
+    """A goal beside what was reached. verdict: 'met', 'missed', 'not judged' or 'not measured'; reason: why not met."""
 
     work: str
     goal: str
@@ -70,11 +70,13 @@ def judge(results: Results) -> list[Verdict]:
 
 
 def _judge(goal: Goal, results: Results) -> Verdict:
-    words = f"{'>=' if goal.at_least else '<='} {goal.limit:g}"
+    words = f"{'>=' if goal.at_least else '<='} {goal.limit:g} {goal.unit}" if goal.limit is not None else "-"
     try:
         reached = goal.reached(results)
     except NotMeasuredError as error:
         return Verdict(goal.work, words, None, goal.unit, "not measured", str(error))
+    if goal.limit is None:
+        return Verdict(goal.work, words, reached, goal.unit, "not judged", goal.reason)
     met = reached >= goal.limit if goal.at_least else reached <= goal.limit
     return Verdict(goal.work, words, reached, goal.unit, "met" if met else "missed", "" if met else goal.reason)
 
@@ -143,10 +145,11 @@ def _times_torch(results: Results, model: str) -> float:
 
 
 def _crowd_timing(results: Results, ranks: int, nbytes: int, name: str, tensors: str) -> Timing:
-    timing = seconds_by_way(results.crowds.get(ranks, [])).get((nbytes, name, tensors))
-    if timing is None:
-        raise NotMeasuredError(NOT_MEASURED)
-    return timing
+    for measured in results.crowds.get(ranks, []):
+        timing = measured.timing_of(name, tensors)
+        if measured.cells[0].nbytes == nbytes and timing is not None:
+            return timing
+    raise NotMeasuredError(NOT_MEASURED)
 
 
 def _crowd_times_gloo(results: Results, ranks: int) -> float:
@@ -169,8 +172,10 @@ def _memory(results: Results) -> float:
     return results.memory[FUSEDRING] / (results.memory[TORCH] + GOAL_RANKS * STATED_SLOTS)
 
 
-def _start(results: Results) -> float:
-    raise NotMeasuredError("there is nothing to compile at the first launch")
+def _start_up(results: Results, cache: str) -> float:
+    if cache not in results.start_up:
+        raise NotMeasuredError(NOT_MEASURED)
+    return results.start_up[cache]
 
 
 def size_in_words(nbytes: int) -> str:
@@ -227,6 +232,8 @@ GOALS: tuple[Goal, ...] = (
         for ranks in CROWDS
     ),
     Goal(f"{LINEARS}: peak memory / (torch DDP's + slots)", 1, False, "x", _memory),
-    Goal("import and first launch, nothing compiled before", 0, False, "s", _start),
-    Goal("import and first launch, all compiled before", 0, False, "s", _start),
+    *(
+        Goal(f"import and first launch, {cache} cache", None, False, "s", partial(_start_up, cache=cache))
+        for cache in ("cold", "warm")
+    ),
 )

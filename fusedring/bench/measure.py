@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -13,7 +12,7 @@ from fusedring.bench.against import Case
 from fusedring.bench.all_reduce import Cell, Measured, latency, measure_case
 from fusedring.bench.clock import Timing
 from fusedring.bench.memory import peak_bytes
-from fusedring.bench.models import LINEARS, MLP, MODELS
+from fusedring.bench.models import MODELS, RESNET
 from fusedring.bench.place import Place, take_place
 from fusedring.bench.ranks import Mpi, run_ranks
 from fusedring.bench.steps import FUSEDRING, TORCH, Step, measure_steps, wrappers
@@ -29,7 +28,7 @@ TURNS = ((1 << 20, 300, 200), (4 << 20, 200, 50), (16 << 20, 100, 25), (64 << 20
 
 TURNS_OF_LARGE = (20, 5)
 
-QUICK_MODELS, QUICK_TURNS = (LINEARS, MLP), 12
+QUICK_LEAVES_OUT, QUICK_TURNS = (RESNET,), 12
 QUICK_WAYS = (TORCH, FUSEDRING)
 
 LATENCY_BYTES = 64
@@ -84,7 +83,8 @@ class Results:
     """What was measured; what was not is empty.
 
     latency: of all_reduce of LATENCY_BYTES. crowds: by the number of ranks that shared the cores. memory: peak bytes of
-    all ranks, by wrapper. mpi: the library's name and version, or why there is none.
+    all ranks, by wrapper. start_up: seconds of the import and the first launch, with a 'cold' and a 'warm' cache of
+    compiled code; empty as long as nothing is compiled. mpi: the library's name and version, or why there is none.
     """
 
     measured: list[Measured] = field(default_factory=list)
@@ -92,6 +92,7 @@ class Results:
     latency: Timing | None = None
     crowds: dict[int, list[Measured]] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    start_up: dict[str, float] = field(default_factory=dict)
     mpi: str = ""
 
     @property
@@ -145,7 +146,7 @@ def _train(settings: Settings, place: Place) -> list[Step]:
     if settings.quick:
         ways = {name: ways[name] for name in QUICK_WAYS}
     for model in MODELS:
-        if settings.quick and model.name not in QUICK_MODELS:
+        if settings.quick and model.name in QUICK_LEAVES_OUT:
             continue
         settings.says(place, model.name)
         steps += measure_steps(model, place, turns=QUICK_TURNS if settings.quick else model.turns, ways=ways)
@@ -160,9 +161,3 @@ def measure_crowd(settings: Settings) -> list[Measured]:
         settings.says(place, f"{case} on {place.world} ranks")
         measured.append(measure_case(case, place, ("auto",), turns=settings.turns(nbytes)))
     return measured
-
-
-def seconds_by_way(measured: Sequence[Measured]) -> dict[tuple[int, str, str], Timing]:
-    """The timings of several cases of one dtype and wire, by bytes, name of the way, and kind of tensor."""
-    cells = [cell for each in measured for cell in each.cells]
-    return {(cell.nbytes, cell.name, cell.tensors): cell.timing for cell in cells if cell.timing is not None}

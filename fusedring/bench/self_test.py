@@ -8,12 +8,16 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fusedring.bench.against_gloo import compare
+from fusedring.bench.against import Case
+from fusedring.bench.all_reduce import measure_case
+from fusedring.bench.place import take_place, total
 from fusedring.config import ALGORITHMS, DTYPES
 from fusedring.group.collectives import all_reduce, empty
 
 ELEMENTS = 100_003
 BANDWIDTH_BYTES = 25 << 20
+TURNS = 7
+WAYS = (("copy", "ordinary"), ("gloo", "ordinary"), ("fusedring two_shot", "workspace"))
 TIMEOUT_SECONDS = 20.0
 
 
@@ -22,34 +26,33 @@ class SelfTest:
     """wrong: elements that were not exact. gb_per_s: algorithm bandwidth of two_shot at BANDWIDTH_BYTES.
 
     times_gloo: how many times faster than gloo's all_reduce and division that is; times_copy: how many times as long as
-    copying as many bytes on all ranks takes.
+    copying as many bytes on all ranks takes. None where a way was wrong.
     """
 
     ranks: int
     seconds: float
     checked: int
     wrong: int
-    gb_per_s: float
-    times_gloo: float
-    times_copy: float
+    gb_per_s: float | None
+    times_gloo: float | None
+    times_copy: float | None
 
 
 def self_test() -> SelfTest:
     """Run on all ranks of the default group; all return the same but for `seconds`."""
     started = time.perf_counter()
+    place = take_place("cpu")
     checked, wrong = _check()
-    comparison = compare(BANDWIDTH_BYTES, repeats=8)
-    two_shot = comparison.algorithms["two_shot"]
-    totals = torch.tensor([checked, wrong])
-    dist.all_reduce(totals)
+    measured = measure_case(Case(BANDWIDTH_BYTES, torch.float32, None), place, ("two_shot",), turns=TURNS)
+    copy, gloo, two_shot = (measured.timing_of(*way) for way in WAYS)
     return SelfTest(
-        dist.get_world_size(),
+        place.world,
         time.perf_counter() - started,
-        int(totals[0]),
-        int(totals[1]) + comparison.wrong,
-        BANDWIDTH_BYTES / two_shot / 1e9,
-        comparison.gloo / two_shot,
-        two_shot / comparison.copy,
+        total(checked),
+        total(wrong) + sum(cell.wrong for cell in measured.cells),
+        BANDWIDTH_BYTES / two_shot.median / 1e9 if two_shot else None,
+        gloo.median / two_shot.median if gloo and two_shot else None,
+        two_shot.median / copy.median if two_shot and copy else None,
     )
 
 

@@ -95,7 +95,7 @@ def measure_steps(
             acts[name] = partial(_timed, replica, batch, place, overlaps[name])
             acts[f"{name}, no_sync"] = partial(_unsynced, replica, batch, place)
     times = in_turn(acts, turns, warm_up=WARM_UP_TURNS)
-    timings = {name: Timing.of(slowest_rank(seconds)) for name, seconds in times.items()}
+    timings = {name: Timing(tuple(slowest_rank(seconds))) for name, seconds in times.items()}
     steps = [Step(model.name, ONE_RANK, parameters, 0, timings[ONE_RANK], None, None, None)]
     for name in replicas:
         synced, unsynced = timings.get(name), timings.get(f"{name}, no_sync")

@@ -188,19 +188,29 @@ def _as_json(
         "quick": settings.quick,
         "wrong": results.wrong,
         "baseline": baseline(settings.device),
-        "all_reduce": [asdict(cell) for cell in results.cells],
+        "all_reduce": [_cell_as_json(cell) for cell in results.cells],
         "missing": _missing(results, settings.device),
-        "training": [asdict(step) for step in results.steps],
-        "latency": asdict(results.latency) if results.latency else None,
+        "training": [_step_as_json(step) for step in results.steps],
+        "latency": results.latency.summary() if results.latency else None,
         "crowds": {
-            ranks: [asdict(cell) for measured in crowd for cell in measured.cells]
+            ranks: [_cell_as_json(cell) for measured in crowd for cell in measured.cells]
             for ranks, crowd in results.crowds.items()
         },
         "memory": results.memory,
+        "start_up": results.start_up,
         "goals": [asdict(verdict) for verdict in verdicts],
         "not_judged": not_judged,
         "plot": str(plot) if plot is not None else None,
     }
+
+
+def _cell_as_json(cell: Cell) -> dict[str, Any]:
+    return {**asdict(cell), "timing": cell.timing.summary() if cell.timing else None}
+
+
+def _step_as_json(step: Step) -> dict[str, Any]:
+    synced, unsynced = (timing.summary() if timing else None for timing in (step.step, step.no_sync))
+    return {**asdict(step), "step": synced, "no_sync": unsynced}
 
 
 def _print(
@@ -290,11 +300,11 @@ def _step_figures(step: Step, theirs: Step) -> list[str]:
 
 def _print_goals(console: Any, verdicts: Sequence[Verdict]) -> None:
     table = _table("goals", ("work",), ("goal", "reached"), ("verdict", "reason"))
-    colours = {"met": "green", "missed": "bold red", "not measured": "yellow"}
+    colours = {"met": "green", "missed": "bold red", "not judged": "yellow", "not measured": "yellow"}
     for verdict in verdicts:
         reached = f"{verdict.reached:.2f} {verdict.unit}" if verdict.reached is not None else "-"
         coloured = f"[{colours[verdict.verdict]}]{verdict.verdict}[/]"
-        table.add_row(verdict.work, f"{verdict.goal} {verdict.unit}", reached, coloured, verdict.reason)
+        table.add_row(verdict.work, verdict.goal, reached, coloured, verdict.reason)
     console.print(table)
 
 
@@ -304,7 +314,7 @@ def _table(title: str, words: Sequence[str], numbers: Sequence[str], last_words:
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in words:
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in numbers:
         table.add_column(heading, justify="right")
     for heading in last_words:

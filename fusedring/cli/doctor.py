@@ -198,13 +198,13 @@ def run_self_test() -> tuple[Check, SelfTest | None]:
     except RanksFailedError as error:
         remedy = "see the message; if this machine is not to blame, report it with fusedring doctor --json"
         return Check("self-test", "broken", str(error), remedy), None
+    if result.wrong:
+        remedy = "do not train on this machine: its memory or processor computes wrong results; please report it"
+        return Check("self-test", "broken", f"{result.wrong:,} of {result.checked:,} elements wrong", remedy), result
     finding = (
         f"{ranks} ranks, {result.checked:,} elements right; {BANDWIDTH_BYTES >> 20} MiB at {result.gb_per_s:.1f} GB/s, "
         f"{result.times_gloo:.1f} times gloo's speed, {result.times_copy:.1f} times as long as a copy"
     )
-    if result.wrong:
-        remedy = "do not train on this machine: its memory or processor computes wrong results; please report it"
-        return Check("self-test", "broken", f"{result.wrong:,} of {result.checked:,} elements wrong", remedy), result
     return Check("self-test", "ok", finding), result
 
 

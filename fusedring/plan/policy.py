@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 ONE_SHOT_BYTES = 32 << 10
-"""Up to this tensor size 'auto' means one_shot, above it two_shot (see benchmarks/collectives.py)."""
+"""Up to this tensor size 'auto' means one_shot, above it two_shot (see `fusedring bench --only all_reduce`)."""
 
 ONE_SHOT_BYTES_ON_GPUS = 256 << 10
 """The same between GPUs: where torch's own selector changes (IntraNodeComm). Not measured here."""
