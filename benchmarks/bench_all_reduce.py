@@ -21,12 +21,12 @@ pytestmark = pytest.mark.benchmark(timer=CLOCK)
 
 @pytest.mark.parametrize(("way", "tensors"), WAYS, ids=lambda name: name.replace(" ", "_"))
 @pytest.mark.parametrize("case", SETTINGS.cases, ids=lambda case: str(case).replace(" ", "_"))
-def test_all_reduce(case: Case, way: str, tensors: str, results: Results, benchmark: Any) -> None:
+def test_all_reduce(case: Case, way: str, tensors: str, all_reduces: Results, benchmark: Any) -> None:
     """Seconds of the slowest rank."""
     benchmark.group = f"all_reduce of {case}"
-    measured = results.measured[SETTINGS.cases.index(case)]
+    measured = all_reduces.measured[SETTINGS.cases.index(case)]
     if way in measured.missing:
-        pytest.skip(results.mpi if way == "MPI" and case.wire is None else measured.missing[way])
+        pytest.skip(all_reduces.mpi if way == "MPI" and case.wire is None else measured.missing[way])
     (cell,) = (cell for cell in measured.cells if (cell.name, cell.tensors) == (way, tensors))
     assert cell.wrong == 0
     assert cell.timing is not None

@@ -19,10 +19,10 @@ pytestmark = pytest.mark.benchmark(timer=CLOCK)
 @pytest.mark.parametrize("synced", [True, False], ids=["step", "no_sync"])
 @pytest.mark.parametrize("way", [ONE_RANK, *QUICK_WAYS])
 @pytest.mark.parametrize("model", NAMES)
-def test_step(model: str, way: str, synced: bool, results: Results, benchmark: Any) -> None:
+def test_step(model: str, way: str, synced: bool, training: Results, benchmark: Any) -> None:
     """Seconds of forward and backward, of the slowest rank."""
     benchmark.group = f"step of {model}"
-    (step,) = (step for step in results.steps if (step.model, step.way) == (model, way))
+    (step,) = (step for step in training.steps if (step.model, step.way) == (model, way))
     assert step.wrong == 0
     timing = step.step if synced else step.no_sync
     if timing is None:

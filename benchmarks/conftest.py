@@ -1,15 +1,15 @@
 """What `pytest benchmarks` measures, and how pytest-benchmark gets it.
 
 Ranks are processes, and a test could only time how long it takes to ask them. So the ranks measure as they do for
-`fusedring bench`, all ways in turn, once for all tests; each test then hands the seconds of one way to pytest-benchmark,
-through a clock that goes forward by as much. Saved runs can be compared as any others: `--benchmark-autosave`, then
-`--benchmark-compare --benchmark-compare-fail=median:10%`.
+`fusedring bench`, all ways in turn, once for all tests of a file; each test then hands the seconds of one way to
+pytest-benchmark, through a clock that goes forward by as much. Saved runs can be compared as any others:
+`--benchmark-autosave`, then `--benchmark-compare --benchmark-compare-fail=median:10%`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -20,13 +20,13 @@ from fusedring.bench.conditions import conditions
 from fusedring.bench.exact import MOST_RANKS
 from fusedring.bench.goals import GOAL_RANKS
 from fusedring.bench.measure import Results, Settings, measure
-from fusedring.bench.ranks import Mpi, find_mpi
+from fusedring.bench.ranks import find_mpi
 
 GPUS = min(torch.cuda.device_count(), MOST_RANKS)
 DEVICE, RANKS = ("cuda", GPUS) if GPUS else ("cpu", GOAL_RANKS)
 
 SETTINGS = Settings(
-    parts=("all_reduce", "training"),
+    parts=("all_reduce",),
     sizes=(64 << 10, 1 << 20, 25 << 20),
     dtypes=("float32",),
     wires=(None, "bf16"),
@@ -64,15 +64,15 @@ CLOCK = MeasuredClock()
 
 
 @pytest.fixture(scope="session")
-def mpi() -> Mpi | str:
-    """What starts the ranks; none on GPUs."""
-    return find_mpi(RANKS) if DEVICE == "cpu" else "not used"
+def all_reduces() -> Results:
+    """Of SETTINGS.cases; nothing but these ranks runs meanwhile."""
+    return measure(SETTINGS, RANKS, find_mpi(RANKS) if DEVICE == "cpu" else "not used")
 
 
 @pytest.fixture(scope="session")
-def results(mpi: Mpi | str) -> Results:
-    """Of all benchmarks; nothing but these ranks runs meanwhile."""
-    return measure(SETTINGS, RANKS, mpi)
+def training() -> Results:
+    """Of all models of a quick run."""
+    return measure(replace(SETTINGS, parts=("training",)), RANKS, "not used")
 
 
 def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:

@@ -62,7 +62,8 @@ def wrappers(place: Place) -> Mapping[str, Callable[[nn.Module], nn.Module]]:
     def torch_ddp(module: nn.Module, *, compress: bool) -> nn.Module:
         model = DistributedDataParallel(module, device_ids=devices, process_group=place.group)
         if compress:
-            model.register_comm_hook(place.group, bf16_compress_hook)
+            # Under its own name torch takes it over NCCL only; it works over gloo as well.
+            model.register_comm_hook(place.group, lambda group, bucket: bf16_compress_hook(group, bucket))
         return model
 
     def fused(module: nn.Module, wire: Any) -> nn.Module:
