@@ -2,7 +2,8 @@
 
 Any release of torch may take it away, so all of it is here, under a name that says what it gives. TRIED names the
 releases on which each was tried; what was not tried says so. There are two more such rooms: Dynamo's is
-`data_parallel/compile/dynamo.py`, and torch.distributed._symmetric_memory is used in `transport/gpu_memory.py` alone.
+`data_parallel/compile/dynamo.py`, and torch.distributed._symmetric_memory is used in `transport/gpu_memory.py` alone
+(torch's own operations on it are timed in `bench/symmetric_memory.py`).
 
 What has no public equivalent, but many libraries rely on, stays where it is needed: `torch._foreach_copy_` and
 `torch.utils._pytree`, a tensor's `_version`, a module's `_parameters` and `_modules`, and, in a wrapper that takes the

@@ -109,6 +109,7 @@ PRIVATE_TORCH = {
     "torch_internals.py": None,
     "data_parallel/compile/dynamo.py": None,
     "transport/gpu_memory.py": {"torch.distributed._symmetric_memory"},
+    "bench/symmetric_memory.py": {"torch.distributed._symmetric_memory"},
 }
 """The files that use private names of torch, and which: None stands for any."""
 

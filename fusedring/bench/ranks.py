@@ -36,8 +36,8 @@ def find_mpi(ranks: int) -> Mpi | str:
     """An MPI that starts `ranks` ranks here, with mpi4py, or why there is none."""
     if importlib.util.find_spec("mpi4py") is None:
         return "not installed"
-    beside_python = Path(sys.executable).parent / "mpiexec"
-    mpiexec = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
+    beside = _beside_python()
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         return "mpi4py is installed, but there is no mpiexec"
     command = [mpiexec, "-n", str(ranks), sys.executable, "-c", _PROBE]
@@ -71,7 +71,12 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, mpi: Mp
             process.wait()
         finally:
             _end(process)
-        return [_result(Path(folder), rank, process.returncode) for rank in _failed_first(Path(folder), ranks)]
+        return _results(Path(folder), ranks, process.returncode)
+
+
+def _beside_python() -> Path:
+    """Where a package from PyPI puts mpiexec, whether or not the virtual environment is activated."""
+    return Path(sys.executable).parent / "mpiexec"
 
 
 def mpi_world() -> Any:
@@ -90,18 +95,16 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _failed_first(folder: Path, ranks: int) -> list[int]:
-    """The ranks in order, but first one that has left an error: others may have failed because of it."""
-    return sorted(range(ranks), key=lambda rank: (not (folder / f"error-{rank}").exists(), rank))
-
-
-def _result(folder: Path, rank: int, exit_code: int) -> Any:
-    error, result = folder / f"error-{rank}", folder / f"result-{rank}"
-    if error.exists():
-        text = error.read_text()
-        failed = RanksFailedError(f"rank {rank}: {text.strip().rpartition(chr(10))[2]}")
-        failed.add_note(f"On rank {rank}:\n{text.rstrip()}")
+def _results(folder: Path, ranks: int, exit_code: int) -> list[Any]:
+    """Of all ranks, or the error of the one that failed first: the others may have failed because of it."""
+    errors = sorted(folder.glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
+    if errors:
+        first, text = errors[0].name.partition("-")[2], errors[0].read_text()
+        failed = RanksFailedError(f"rank {first}: {text.strip().rpartition(chr(10))[2]}")
+        failed.add_note(f"On rank {first}:\n{text.rstrip()}")
         raise failed
-    if not result.exists():
-        raise RanksFailedError(f"rank {rank}: ended without a result; mpiexec's exit code is {exit_code}")
-    return pickle.loads(result.read_bytes())
+    results = [folder / f"result-{rank}" for rank in range(ranks)]
+    for rank, result in enumerate(results):
+        if not result.exists():
+            raise RanksFailedError(f"rank {rank}: ended without a result; mpiexec's exit code is {exit_code}")
+    return [pickle.loads(result.read_bytes()) for result in results]

@@ -1,4 +1,4 @@
-"""torch's own all-reduces over symmetric memory of GPUs: an alpha API, measured here and used for nothing else."""
+"""torch's own all-reduces over symmetric memory of GPUs: an alpha API, measured here, not used. Never run on a GPU."""
 
 from __future__ import annotations
 

@@ -17,9 +17,13 @@ from fusedring.bench.models import MODELS
 from fusedring.bench.steps import FUSEDRING, TORCH, Step
 
 
-def times(median: float, repeats: int = 1, longest: float | None = None) -> Timing:
-    seconds = [median] * repeats
-    return Timing((*seconds, *([longest] * repeats if longest else ())))
+def times(*seconds: float) -> Timing:
+    return Timing(seconds)
+
+
+def with_tail(median: float) -> Timing:
+    """Of 200 times the last three take three times the median."""
+    return Timing((median,) * 197 + (3 * median,) * 3)
 
 
 def cell(nbytes: int, library: str, algorithm: str, tensors: str, timing: Timing | None, wire=None, wrong=0) -> Cell:
@@ -51,7 +55,7 @@ def results_of(speed: float) -> Results:
     for ranks in CROWDS:
         crowds[ranks] = [case(nbytes, 1e-6 * nbytes, speed=speed) for nbytes in CROWD_SIZES]
         first = crowds[ranks][0]
-        tail = replace(first.cells[2], timing=times(1.0, 100, longest=3.0))
+        tail = replace(first.cells[2], timing=with_tail(first.cells[2].timing.median))
         crowds[ranks][0] = replace(first, cells=(*first.cells[:2], tail, *first.cells[3:]))
     memory = {TORCH: 100 << 20, FUSEDRING: (100 << 20) + 2 * STATED_SLOTS}
     return Results(measured, steps, times(20e-6), crowds, memory, {"cold": 3.0, "warm": 1.0}, "MPICH 1")
@@ -66,8 +70,7 @@ def verdicts(results: Results) -> dict[str, goals.Verdict]:
 def test_a_library_that_reaches_all_goals():
     for verdict in verdicts(results_of(speed=24.0)).values():
         wanted = "met" if "first launch" not in verdict.work else "not judged"
-        if "4 ranks" not in verdict.work and "5 ranks" not in verdict.work:
-            assert (verdict.verdict, verdict.reason) == (wanted, ""), verdict
+        assert (verdict.verdict, verdict.reason) == (wanted, ""), verdict
 
 
 def test_what_is_reached():
@@ -83,7 +86,7 @@ def test_what_is_reached():
     for model in ("GPT of 3 million", "8 x Linear(1024)"):
         assert reached[f"{model}: exposed communication / torch DDP's"] == (pytest.approx(1 / 12), "met")
     assert reached["8 x Linear(1024): speed of a step / torch DDP's"] == (pytest.approx(6.5), "met")
-    assert reached["auto, 4 ranks: 99th percentile / median"] == (pytest.approx(3 / 2), "met")
+    assert reached["auto, 4 ranks: 99th percentile / median"] == (pytest.approx(3), "met")
     assert reached["8 x Linear(1024): peak memory / (torch DDP's + slots)"] == (1.0, "met")
     assert reached["import and first launch, cold cache"] == (3.0, "not judged")
 
