@@ -15,13 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedring.bench.ranks import TIMEOUT_SECONDS
+from fusedring.bench.ranks import TIMEOUT_SECONDS, write_shared_files
 from fusedring.group.collectives import close
 
 
 def main(folder: Path) -> None:
     """Run the task; end all ranks if it fails here."""
     world = _mpi_world()
+    write_shared_files(folder, world.rank)
     try:
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / "store"), world.size)  # type: ignore[attr-defined]

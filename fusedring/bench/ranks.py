@@ -20,6 +20,8 @@ from fusedring.group.spawn import RanksFailedError, spawn
 TIMEOUT_SECONDS = 120.0
 """Of a collective of the default group."""
 
+SHARED_FILES = "/dev/shm/"
+
 _PROBE_SECONDS = 60
 _PROBE = "from mpi4py import MPI; print(MPI.COMM_WORLD.size, MPI.Get_library_version().split(chr(10))[0], sep=chr(9))"
 
@@ -71,6 +73,7 @@ def run_ranks(function: Callable[..., Any], ranks: int, *arguments: Any, mpi: Mp
             process.wait()
         finally:
             _end(process)
+            _remove_shared_files(Path(folder))
         return _results(Path(folder), ranks, process.returncode)
 
 
@@ -93,6 +96,20 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait(10)
         process.kill()
         process.wait()
+
+
+def write_shared_files(folder: Path, rank: int) -> None:
+    """Note the files in /dev/shm that this rank has mapped, for the one who started it."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    names = {line[line.index(SHARED_FILES) :] for line in lines if SHARED_FILES in line}
+    (folder / f"shared-{rank}").write_text("\n".join(names))
+
+
+def _remove_shared_files(folder: Path) -> None:
+    """MPI leaves its files in /dev/shm where ranks are ended before they are through."""
+    for noted in folder.glob("shared-*"):
+        for name in noted.read_text().splitlines():
+            Path(name).unlink(missing_ok=True)
 
 
 def _results(folder: Path, ranks: int, exit_code: int) -> list[Any]:

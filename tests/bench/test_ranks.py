@@ -33,8 +33,13 @@ MPIEXEC = """\
 """
 
 MPI4PY = """\
-    import os
+    import mmap, os
     import torch, torch.distributed as dist
+
+    if "FAKE_SHARED_FILE" in os.environ:
+        with open(os.environ["FAKE_SHARED_FILE"], "wb+") as file:
+            file.truncate(4096)
+            mapped = mmap.mmap(file.fileno(), 4096)
 
     IN_PLACE, SUM = "in place", "sum"
 
@@ -117,25 +122,33 @@ def test_a_rank_that_leaves_no_word(fake):
         run_ranks(dies, 2, mpi=Mpi(fake, ""))
 
 
-def sleeps() -> None:
+def sleeps(begun: Path) -> None:
+    begun.touch()
     time.sleep(600)
 
 
-def test_what_interrupts_the_command_ends_mpiexec(fake, monkeypatch):
+def test_an_interrupt_ends_all_ranks_and_leaves_nothing(fake, tmp_path, monkeypatch):
+    """Takes over two seconds, as two processes import torch."""
+    begun, shared = tmp_path / "begun", Path(f"/dev/shm/fusedring_test_{os.getpid()}")
+    monkeypatch.setenv("FAKE_SHARED_FILE", str(shared))
     started: list[Any] = []
 
     class Interrupted(subprocess.Popen):
         def wait(self, timeout=None):
             if not started:
                 started.append(self)
-                time.sleep(1)
+                end = time.monotonic() + 60
+                while not begun.exists() and time.monotonic() < end:
+                    time.sleep(0.05)
+                assert shared.exists()
                 raise KeyboardInterrupt
             return super().wait(timeout)
 
     monkeypatch.setattr(ranks.subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run_ranks(sleeps, 2, mpi=Mpi(fake, ""))
+        run_ranks(sleeps, 2, begun, mpi=Mpi(fake, ""))
     assert started[0].returncode is not None
+    assert not shared.exists()
 
 
 def test_why_there_is_no_mpi(fake, monkeypatch):
