@@ -1,1 +1,1 @@
-"""The small model, the training loop and the timings that the command line and benchmarks/ share."""
+"""What `fusedring bench`, `demo` and `doctor` measure, and how it is timed; benchmarks/ shares it."""
