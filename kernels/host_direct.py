@@ -83,12 +83,13 @@ def stage(job, window, piece, in_slot):
             target = get(job, PLACES + rank) + first * get(job, ELEMENT_BYTES)
         done = 0
         while done < count:
-            some = min(BLOCK_ELEMENTS, count - done)
+            # What is narrowed lies close together within its block: the block's sum will take its place, and no more.
+            some, at = min(BLOCK_ELEMENTS, count - done), target + done * get(job, ELEMENT_BYTES)
             if in_slot:
-                apply_to_own(job, SCALE_TO_WIRE, target + done * wire_bytes, wire_bytes, first + done, some)
+                apply_to_own(job, SCALE_TO_WIRE, at, wire_bytes, first + done, some)
             else:  # it may lie where it is to go
                 apply_to_own(job, SCALE_TO_WIRE, scratch, wire_bytes, first + done, some)
-                memcpy(target + done * wire_bytes, scratch, some * wire_bytes)
+                memcpy(at, scratch, some * wire_bytes)
             done += some
 
 
@@ -96,13 +97,6 @@ def stage(job, window, piece, in_slot):
 def stage_first_window(job):
     """Before the meeting: what goes to this rank's own slot may be written already."""
     stage(job, 0, piece_elements(job, WINDOW_BYTES), True)
-
-
-@compiled
-def _staged_at(job, rank, part, at, window, piece):
-    """Where element `at` of a share lies that `rank` has staged in a window."""
-    begins = window * piece
-    return place_of(job, rank, part, begins, window, piece) + (at - begins) * get(job, WIRE_BYTES)
 
 
 @compiled
@@ -121,7 +115,7 @@ def _sum_block(job, part, at, window, piece, count):
         elif is_raw(job, other):
             apply(job, scale, total, place_of(job, other, part, at, window, piece), 0, count)
         else:
-            x = _staged_at(job, other, part, at, window, piece)
+            x = place_of(job, other, part, at, window, piece)
             apply(job, WIDEN if other == 0 else ADD_WIRE, total, x, 0, count)
     apply(job, FINISH, result, total, 0, count)
     return result
@@ -145,7 +139,7 @@ def contribution(job, part, at, window, piece, count):
             return x
         apply(job, SCALE_ROUNDED, total, x, 0, count)
     else:
-        x = _staged_at(job, part, part, at, window, piece)
+        x = place_of(job, part, part, at, window, piece)
         if get(job, LOSSLESS) != 0:
             return x
         apply(job, WIDEN, total, x, 0, count)

@@ -9,7 +9,7 @@ raw         contributions that lie in their place as they are; otherwise this ra
             narrowed: its gradients are read where autograd left them, and its own part never goes that way
 window      the elements of every share that are under way at a time, so that what goes through a place stays in the
             caches; everything is one window if all ranks are raw
-piece       what a window holds of one share; narrowed values lie close together from where the piece begins
+piece       what a window holds of one share
 """
 
 from numba import types

@@ -139,7 +139,9 @@ def run_ring(job):
         at = window * piece + chunk * CHUNK_ELEMENTS
         count = min(min(CHUNK_ELEMENTS, (window + 1) * piece - at), stop - start - at)
         takes_raw = number == 1 and is_raw(job, previous) and (kind != ALL_GATHER or get(job, LOSSLESS) != 0)
-        if number > 0 and not takes_raw and not wait(job, previous, p - chunks + 1):
+        # Raw contributions are there since the meeting; but with several windows, slots are used again.
+        follows = number > 0 and not (takes_raw and windows == 1)
+        if follows and not wait(job, previous, p - chunks + 1):
             return WAITING
         if is_alarmed(job):
             return ALARMED

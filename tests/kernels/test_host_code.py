@@ -6,17 +6,16 @@ The functions are compiled as for use: in a process of its own, into object code
 import ctypes
 import itertools
 import subprocess
-import sys
 from pathlib import Path
 
-import llvmlite.binding as llvm
 import pytest
 import torch
 
 from fusedring.kernels import host_layout as layout
 from fusedring.kernels.host_layout import VERBS
+from tests.kernels.host_ranks import load as load_object
+from tests.kernels.object_code import object_code
 
-OBJECT = Path(__file__).resolve().parents[2] / "fusedring" / "kernels" / "host_object.py"
 PAIRS = [
     ("float32", "float32"),
     ("float32", "bfloat16"),
@@ -34,12 +33,6 @@ FACTOR = 1 / 3
 ALLOWED = {"memcpy", "memset", "memmove", "syscall", "clock_gettime"}
 
 
-def object_code(what: str, folder: Path, *options: str) -> Path:
-    file = folder / f"{what}.o"
-    subprocess.run([sys.executable, "-P", str(OBJECT), what, str(file), *options], check=True, timeout=120)
-    return file
-
-
 def undefined(file: Path) -> set[str]:
     names = subprocess.run(["nm", "-u", str(file)], check=True, capture_output=True, text=True).stdout.split()
     return set(names) - {"U", "_GLOBAL_OFFSET_TABLE_"}
@@ -47,12 +40,7 @@ def undefined(file: Path) -> set[str]:
 
 def load(file: Path):
     """The verbs in an object file, by name, and what keeps them."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(reloc="pic", codemodel="jitdefault", jit=True)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    engine.add_object_file(llvm.ObjectFileRef.from_path(str(file)))
-    engine.finalize_object()
+    engine = load_object(file)
     word = ctypes.c_int64
     kind = ctypes.CFUNCTYPE(None, word, word, word, ctypes.c_double, word)
     return {verb: kind(engine.get_function_address(verb)) for verb in VERBS}, engine
