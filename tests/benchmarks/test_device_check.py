@@ -165,7 +165,8 @@ def test_what_is_wrong_makes_the_exit_code_1_and_what_is_slow_does_not():
 
 def test_interrupt_kills_the_part_that_runs_and_still_shows_the_table():
     code = (
-        "import sys\n"
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from tests.benchmarks.test_device_check import exit_code, run_toys, table\n"
         "outcomes = run_toys('hangs', 'works')\n"
         "print(table(outcomes))\n"
