@@ -3,9 +3,9 @@
     peer     memory of the GPUs, mapped into each other (torch.distributed._symmetric_memory)
     pinned   the same layout in shared host memory, registered with every GPU: where GPUs cannot reach each other
 
-torch.distributed._symmetric_memory is an alpha API, and used in this file only. Its signal pads are not used: they must
-be zero after use, and groups share them. A mapping keeps a peer's memory alive, so what a peer still writes when this
-rank has closed does no harm.
+torch.distributed._symmetric_memory is an alpha API; the kernels' memory comes from it here only. Its signal pads are
+not used: they must be zero after use, and groups share them. A mapping keeps a peer's memory alive, so what a peer
+still writes when this rank has closed does no harm.
 """
 
 from __future__ import annotations

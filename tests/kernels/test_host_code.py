@@ -20,13 +20,18 @@ PAIRS = [
     ("float32", "float32"),
     ("float32", "bfloat16"),
     ("float32", "float16"),
-    ("float64", "float64"),
-    ("float64", "bfloat16"),
-    ("float64", "float16"),
     ("bfloat16", "bfloat16"),
-    ("float16", "float16"),
-    ("bfloat16", "float16"),
-    ("float16", "bfloat16"),
+    *(
+        pytest.param(dtype, wire, marks=pytest.mark.slow)
+        for dtype, wire in (
+            ("float64", "float64"),
+            ("float64", "bfloat16"),
+            ("float64", "float16"),
+            ("float16", "float16"),
+            ("bfloat16", "float16"),
+            ("float16", "bfloat16"),
+        )
+    ),
 ]
 COUNT = 1003  # not a multiple of any vector
 FACTOR = 1 / 3

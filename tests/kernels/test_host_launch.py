@@ -54,7 +54,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> bool:
     return got.numel() == want.numel() and (not bits or torch.equal(*bits))
 
 
-@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("channels", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("dtype", "wire"), PAIRS)
 def test_a_launch_is_the_reference_bit_for_bit(world, dtype, wire, channels, folder):
