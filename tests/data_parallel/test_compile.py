@@ -466,6 +466,10 @@ def attributes_that_are_not_what_a_module_holds(rank, world):
             return super().forward(x) * self.scale
 
     class Doubled(nn.Linear):
+        def reset_parameters(self):  # Linear's own would fill what `__getattr__` returns, a copy
+            nn.init.uniform_(self._parameters["weight"], -0.25, 0.25)
+            nn.init.zeros_(self.bias)
+
         def __getattr__(self, name):
             value = super().__getattr__(name)
             return 2 * value if name == "weight" else value
